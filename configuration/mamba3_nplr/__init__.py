@@ -1,0 +1,40 @@
+"""
+Mamba-3 with an input-dependent reflection, as Hugging Face models.
+
+Importing this package makes its models known to the Auto classes of transformers. The classes themselves, and what they
+need of torch and transformers, are loaded when they are first used.
+"""
+
+from importlib import import_module
+
+from .modeling.registration import register
+
+__version__ = "0.1.0"
+
+EXPORTS = {
+    "AutoModelForBehaviorCloning": ".modeling.auto",
+    "Mamba3Mixer": ".modeling.mixer_mamba3",
+    "Mamba3NPLRConfig": ".configuration.configuration_mamba3_nplr",
+    "Mamba3NPLRForBehaviorCloning": ".modeling.modeling_mamba3_nplr",
+    "Mamba3NPLRForSequenceClassification": ".modeling.modeling_mamba3_nplr",
+    "Mamba3NPLRForTokenClassification": ".modeling.modeling_mamba3_nplr",
+    "Mamba3NPLRModel": ".modeling.modeling_mamba3_nplr",
+    "Mamba3NPLRPreTrainedModel": ".modeling.modeling_mamba3_nplr",
+    "Mamba3State": ".modeling.mixer_mamba3",
+    "ScanState": ".modeling.scan_definition",
+    "scan": ".modeling.scan",
+}
+__all__ = [*EXPORTS]
+
+
+def __getattr__(name: str):
+    if name not in EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(EXPORTS[name], __name__), name)
+
+
+def __dir__():
+    return sorted([*globals(), *EXPORTS])
+
+
+register()

@@ -1,0 +1,1 @@
+"""The scan, the mixer, the models and their heads."""

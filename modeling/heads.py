@@ -1,0 +1,338 @@
+"""The heads that every model family of this package shares; a family adds its own base class and base model."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
+from transformers.utils import ModelOutput, can_return_tuple
+
+from .losses import behavior_cloning_loss, classification_loss
+from .model_inputs import Sequences, find_sequences
+
+
+@dataclass
+class PrefixClassifierOutput(SequenceClassifierOutputWithPast):
+    """`prefix_logits` (batch, length, num_labels) are there when asked for, and with labels for every position."""
+
+    prefix_logits: torch.FloatTensor | None = None
+
+
+@dataclass
+class TokenClassifierOutputWithPast(TokenClassifierOutput):
+    """Token classification with the state."""
+
+    past_key_values: Cache | None = None
+
+
+@dataclass
+class BehaviorCloningOutput(ModelOutput):
+    """Actions (batch, time, action_size) for every frame."""
+
+    loss: torch.FloatTensor | None = None
+    actions: torch.FloatTensor | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[torch.FloatTensor, ...] | None = None
+    attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class HeadMixin:
+    """Builds the base model of a family under `model`."""
+
+    base_model_class: type
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = self.base_model_class(config)
+
+    def encode(self, attention_mask, position_ids, cu_seqlens, **inputs) -> tuple[ModelOutput, Sequences]:
+        """Runs the base model; also returns where the sequences lie."""
+        size = next((x.shape[:2] for x in inputs.values() if torch.is_tensor(x)), (0, 0))
+        sequences = find_sequences(*size, attention_mask, position_ids, cu_seqlens)
+        return self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, **inputs), sequences
+
+    def get_input_embeddings(self):
+        return self.model.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.model.set_input_embeddings(value)
+
+
+class SequenceClassificationMixin(HeadMixin):
+    """
+    Classifies a sequence by its last token, or every prefix of it.
+
+    `labels` for the sequence train the last valid position: (batch,) class indices, or as `config.problem_type` says
+    elsewhere in transformers. `labels` with one more axis, the length, train every position.
+    """
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        observations: torch.FloatTensor | None = None,
+        labels: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_prefix_logits: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> PrefixClassifierOutput:
+        outputs, (valid, cu_seqlens) = self.encode(
+            attention_mask,
+            position_ids,
+            cu_seqlens,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            observations=observations,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        if hidden_states.shape[1] == 0:
+            raise ValueError("The sequence is empty: sequence classification needs at least one position.")
+        if valid is None and input_ids is not None and self.config.pad_token_id is not None:
+            valid = input_ids != self.config.pad_token_id
+        last = last_positions(hidden_states, valid, cu_seqlens)
+        logits = self.score(hidden_states[last])
+
+        loss, prefix_logits = None, None
+        by_prefix = labels is not None and self.labels_every_prefix(labels, logits, hidden_states)
+        if by_prefix or output_prefix_logits:
+            prefix_logits = self.score(hidden_states)
+        if labels is not None:
+            loss = classification_loss(
+                prefix_logits if by_prefix else logits,
+                labels.to(logits.device),
+                self.problem_type(labels),
+                valid if by_prefix else None,
+                self.config.label_smoothing,
+                num_items_in_batch,
+            )
+        return PrefixClassifierOutput(
+            loss=loss,
+            logits=logits,
+            prefix_logits=prefix_logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def problem_type(self, labels: torch.Tensor) -> str:
+        """The configured problem type, or the one that transformers would infer from the labels."""
+        if self.config.problem_type is not None:
+            return self.config.problem_type
+        if self.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def labels_every_prefix(self, labels, logits, hidden_states) -> bool:
+        """Whether the labels are for every position, by their shape; other shapes than the two are an error."""
+        target = () if self.problem_type(labels) == "single_label_classification" else (self.num_labels,)
+        whole, prefixes = (logits.shape[0], *target), (*hidden_states.shape[:2], *target)
+        shapes = {whole: False, prefixes: True}
+        if target == (1,):
+            shapes |= {prefixes[:-1]: True, whole[:-1]: False, whole: False}
+        if tuple(labels.shape) not in shapes:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}; with problem_type={self.problem_type(labels)!r} they must "
+                f"be {whole} for the last position or {prefixes} for every position."
+            )
+        return shapes[tuple(labels.shape)]
+
+
+def last_positions(
+    hidden_states: torch.Tensor, valid: torch.Tensor | None, cu_seqlens: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the last token of each sequence; of position 0 where a row is all padding, which reads as 0."""
+    batch, length = hidden_states.shape[:2]
+    device = hidden_states.device
+    if cu_seqlens is not None:
+        return torch.zeros_like(cu_seqlens[1:]), (cu_seqlens[1:] - 1).clamp(min=0)
+    rows = torch.arange(batch, device=device)
+    if valid is None:
+        return rows, torch.full_like(rows, length - 1)
+    return rows, (valid * torch.arange(length, device=device)).argmax(-1)
+
+
+class TokenClassificationMixin(HeadMixin):
+    """Classifies every token: `labels` (batch, length), -100 where there is none."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        observations: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutputWithPast:
+        outputs, (valid, _) = self.encode(
+            attention_mask,
+            position_ids,
+            cu_seqlens,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            observations=observations,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            check_labels(labels, tuple(logits.shape[:2]))
+            loss = classification_loss(
+                logits,
+                labels.to(logits.device),
+                "single_label_classification",
+                valid,
+                self.config.label_smoothing,
+                num_items_in_batch,
+            )
+        return TokenClassifierOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class BehaviorCloningMixin(HeadMixin):
+    """
+    A policy: observations (batch, time, observation_size) to actions (batch, time, action_size).
+
+    The output map is as wide as an observation and its first components are the action, as in the paper. `labels` are
+    demonstrated actions; frames that are masked out, or whose label is -100, do not count. In a control loop, `reset()`
+    starts an episode and `select_action(observation)` runs one step on the kept state.
+    """
+
+    main_input_name = "observations"
+
+    def __init__(self, config):
+        if config.input_type != "observations":
+            # A copy: the caller may build a model of another kind from the same configuration.
+            config = copy.deepcopy(config)
+            config.input_type = "observations"
+        super().__init__(config)
+        self.action_head = nn.Linear(config.hidden_size, max(config.observation_size, config.action_size), bias=False)
+        self.policy_cache = None
+        self.post_init()
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        # Trainer counts frames, not episodes; the mean of the batches' means is exact for episodes.
+        return not self.config.episode_loss
+
+    @can_return_tuple
+    def forward(
+        self,
+        observations: torch.FloatTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.FloatTensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs,
+    ) -> BehaviorCloningOutput:
+        outputs, (valid, cu_seqlens) = self.encode(
+            attention_mask,
+            position_ids,
+            cu_seqlens,
+            observations=observations,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        actions = self.action_head(outputs.last_hidden_state)[..., : self.config.action_size]
+        loss = None
+        if labels is not None:
+            check_labels(labels, tuple(actions.shape))
+            if observations is None:
+                raise ValueError("labels need observations: the cue, which weighs the loss, is their last number.")
+            loss = behavior_cloning_loss(
+                actions,
+                labels.to(actions.device),
+                observations[..., -1],
+                self.config.cue_weight,
+                valid,
+                self.episodes(actions, cu_seqlens) if self.config.episode_loss else None,
+                num_items_in_batch,
+            )
+        return BehaviorCloningOutput(
+            loss=loss,
+            actions=actions,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    @staticmethod
+    def episodes(actions: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """The number of the episode that each frame belongs to, (batch, time)."""
+        batch, time = actions.shape[:2]
+        if cu_seqlens is None:
+            return torch.arange(batch, device=actions.device)[:, None].expand(batch, time)
+        frames = torch.arange(time, device=actions.device)
+        return torch.searchsorted(cu_seqlens[1:].contiguous(), frames, right=True)[None]
+
+    def reset(self) -> None:
+        """Forgets the episode so far."""
+        self.policy_cache = None
+
+    @torch.no_grad()
+    def select_action(self, observation) -> torch.Tensor:
+        """
+        The action for the next observation of an episode, (observation_size,) or for several environments at once
+        (batch, observation_size); a tensor or anything that converts to one. A refused observation changes no state.
+        """
+        observation = torch.as_tensor(observation, dtype=self.dtype, device=self.device)
+        if observation.dim() not in (1, 2):
+            raise ValueError(
+                f"observation has shape {tuple(observation.shape)}; it must be ({self.config.observation_size},) or "
+                f"(batch, {self.config.observation_size})."
+            )
+        if not observation.isfinite().all():
+            raise ValueError("observation holds a number that is not finite.")
+        frames = observation.reshape(-1, 1, observation.shape[-1])
+        outputs = self(observations=frames, past_key_values=self.policy_cache, use_cache=True, return_dict=True)
+        self.policy_cache = outputs.past_key_values
+        return outputs.actions[:, 0].reshape(*observation.shape[:-1], -1)
+
+
+def check_labels(labels: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(labels.shape) != shape:
+        raise ValueError(f"labels have shape {tuple(labels.shape)}; they must be {shape}.")
+
+
+__all__ = ["BehaviorCloningMixin", "SequenceClassificationMixin", "TokenClassificationMixin"]

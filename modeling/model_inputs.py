@@ -1,0 +1,111 @@
+"""What the models accept: checks, and the conventions of transformers for padding and packing made uniform."""
+
+from typing import NamedTuple
+
+import torch
+from transformers.utils import TransformersKwargs
+
+from .sequence_rows import check_cu_seqlens
+
+# Keywords that transformers passes to any model, and that have no meaning here or are handled by its decorators.
+TOLERATED_KEYWORDS = frozenset(TransformersKwargs.__annotations__) | {
+    "cache_position",
+    "debug_io",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+
+class Sequences(NamedTuple):
+    """Where sequences lie in a (batch, length) array: at most one of the two is given."""
+
+    mask: torch.Tensor | None  # (batch, length), true at tokens
+    cu_seqlens: torch.Tensor | None  # (sequences + 1,), for a batch of one
+
+
+def find_sequences(
+    batch: int,
+    length: int,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> Sequences:
+    """
+    Args:
+        attention_mask (batch, at least length): As in transformers, 0 at padding. With a cache it may also cover the
+            tokens before these, which are then left out.
+        position_ids (batch or 1, length): Only read for packing: in a batch of one, each 0 starts a sequence. Not read
+            inside a compiled graph, whose shapes cannot depend on them: there, pass `cu_seqlens`.
+        cu_seqlens (sequences + 1,): Bounds of packed sequences.
+    """
+    if cu_seqlens is None and position_ids is not None and not torch.compiler.is_compiling():
+        cu_seqlens = packed_bounds(position_ids, batch, length)
+    if cu_seqlens is not None:
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise ValueError(
+                "attention_mask hides positions while cu_seqlens (or position_ids that start again) packs sequences; "
+                "packed sequences hold no padding, so pass only one of them."
+            )
+        check_cu_seqlens(cu_seqlens, batch, length)
+        return Sequences(None, cu_seqlens)
+    if attention_mask is None:
+        return Sequences(None, None)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, length) = {(batch, length)}, "
+            "or longer by the tokens before these."
+        )
+    mask = attention_mask[:, attention_mask.shape[1] - length :].bool()
+    # Looking into a tensor would stall an accelerator or break a graph; on a CPU it saves the work of masking.
+    if mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all()):
+        return Sequences(None, None)
+    return Sequences(mask, None)
+
+
+def packed_bounds(position_ids: torch.Tensor, batch: int, length: int) -> torch.Tensor | None:
+    """The bounds of packed sequences if positions start again somewhere, else None."""
+    starts_again = position_ids[:, 1:] == 0
+    if length == 0 or not bool(starts_again.any()):
+        return None
+    if batch != 1 or position_ids.shape[0] != 1:
+        raise ValueError(f"position_ids start again inside a row: packing needs a batch of 1, the batch is {batch}.")
+    starts = starts_again[0].nonzero().flatten() + 1
+    return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), length)])
+
+
+def check_tokens(input_ids: torch.Tensor, vocab_size: int) -> None:
+    if not can_look_into(input_ids):
+        return
+    low, high = input_ids.aminmax()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"input_ids hold {int(low if low < 0 else high)}; with vocab_size={vocab_size} they must be 0 to "
+            f"{vocab_size - 1}."
+        )
+
+
+def check_observations(observations: torch.Tensor, size: int, mask: torch.Tensor | None) -> None:
+    if observations.dim() != 3 or observations.shape[-1] != size:
+        raise ValueError(
+            f"observations have shape {tuple(observations.shape)}; they must be (batch, time, observation_size={size})."
+        )
+    if not can_look_into(observations):
+        return
+    finite = observations.isfinite().all(-1)
+    finite = finite if mask is None else finite | ~mask
+    if not finite.all():
+        row, frame = (~finite).nonzero()[0].tolist()
+        raise ValueError(f"observations hold a number that is not finite, first in row {row}, frame {frame}.")
+
+
+def can_look_into(x: torch.Tensor) -> bool:
+    """Whether values may be inspected: it would stall an accelerator, and cannot be traced into a graph."""
+    return x.is_cpu and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
+def refuse_unknown_keywords(keywords: dict) -> None:
+    unknown = sorted(set(keywords) - TOLERATED_KEYWORDS)
+    if unknown:
+        raise TypeError(f"forward() got an unexpected keyword argument {unknown[0]!r}.")

@@ -1,0 +1,127 @@
+"""The one entry point to the scan, and the registry of its implementations."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from .scan_chunkwise import scan_chunkwise
+from .scan_definition import ScanInputs, ScanState, scan_definition
+from .sequence_rows import SequenceRows, sequence_rows
+
+
+class Backend(NamedTuple):
+    """
+    An implementation of the scan: `run(inputs, initial, chunk_size)` returns y and the last h, as `scan_definition`
+    does. `unavailable(device)` says why it cannot run on a device, or None if it can.
+    """
+
+    run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]]
+    unavailable: Callable[[torch.device], str | None] = lambda device: None
+
+
+BACKENDS: dict[str, Backend] = {
+    "reference": Backend(scan_definition),
+    "chunkwise": Backend(scan_chunkwise),
+}
+
+
+def select_backend(name: str, device: torch.device) -> Backend:
+    """The backend called `name`, or for `"auto"` the fastest one that runs on `device`."""
+    if name == "auto":
+        return BACKENDS["chunkwise"]
+    usable = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
+    if name not in BACKENDS:
+        raise ValueError(f"scan_backend={name!r} is unknown. Here 'auto' and these can run: {', '.join(usable)}.")
+    reason = BACKENDS[name].unavailable(device)
+    if reason is not None:
+        raise ValueError(f"scan_backend={name!r} cannot run: {reason}. These can: {', '.join(usable)}.")
+    return BACKENDS[name]
+
+
+def scan(
+    u: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    log_decay: torch.Tensor,
+    write: torch.Tensor,
+    *,
+    carry: torch.Tensor | None = None,
+    k: torch.Tensor | None = None,
+    reflection: torch.Tensor | None = None,
+    D: torch.Tensor | None = None,
+    initial_state: ScanState | None = None,
+    mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, ScanState]:
+    """
+    Runs the recurrence of `scan_definition` (which explains the coefficients) over whole sequences, pieces of them or
+    single steps; there is no other path.
+
+    Args:
+        initial_state: State after the tokens before these; zero if None. One row for each sequence.
+        mask (batch, length): True at tokens. A padded position, wherever it stands, changes nothing and reads as 0.
+        cu_seqlens (sequences + 1,): Bounds of sequences packed into a batch of one; the states then have one row for
+            each sequence. A sequence may be empty.
+        chunk_size: Steps computed together by backends that work in chunks. It changes no result.
+        backend: A name in `BACKENDS`, or `"auto"`.
+
+    Returns:
+        y, of the shape and dtype of u, and the state after the last token of each sequence. All arithmetic and the
+        state are float32, or float64 if any coefficient is. Everything is differentiable, the states included.
+    """
+    inputs = ScanInputs(u, B, C, log_decay, write, carry, k, reflection, D)
+    check_inputs(inputs)
+    dtype = torch.float32
+    for x in inputs:
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    # Autocast would turn the float32 matrix products below into half precision.
+    with torch.autocast(u.device.type, enabled=False):
+        inputs = ScanInputs(*(None if x is None else x.to(dtype) for x in inputs))
+        rows = sequence_rows(mask, cu_seqlens, *u.shape[:2])
+        if rows is not None:
+            inputs = rows_of_inputs(inputs, rows)
+        initial = prepare_state(initial_state, inputs)
+        y, h = select_backend(backend, u.device).run(inputs, initial, chunk_size)
+        if rows is not None:
+            y = rows.scatter(y)
+        return y.to(u.dtype), ScanState(h, last_token(inputs.B, initial.B, rows), last_token(inputs.u, initial.u, rows))
+
+
+def rows_of_inputs(inputs: ScanInputs, rows: SequenceRows) -> ScanInputs:
+    # Zeros past the end of a row are the identity step: decay exp(0) = 1, and neither input nor reflection.
+    return ScanInputs(*(None if x is None else rows.gather(x) for x in inputs[:-1]), D=inputs.D)
+
+
+def last_token(x: torch.Tensor, before: torch.Tensor, rows: SequenceRows | None) -> torch.Tensor:
+    """The entry of x (batch, length, ...) at the last token of each row, or `before` where there is none."""
+    if x.shape[1] == 0:
+        return before
+    return x[:, -1] if rows is None else rows.last(x, before)
+
+
+def prepare_state(state: ScanState | None, inputs: ScanInputs) -> ScanState:
+    (batch, _, heads, channels), n = inputs.u.shape, inputs.B.shape[-1]
+    shapes = ScanState(h=(batch, heads, n, channels), B=(batch, heads, n), u=(batch, heads, channels))
+    if state is None:
+        return ScanState(*(inputs.u.new_zeros(shape) for shape in shapes))
+    for name, x, shape in zip(ScanState._fields, state, shapes, strict=True):
+        if x.shape != shape:
+            raise ValueError(f"initial_state.{name} has shape {tuple(x.shape)}; these inputs need {shape}.")
+    return ScanState(*(x.to(inputs.u.dtype) for x in state))
+
+
+def check_inputs(inputs: ScanInputs) -> None:
+    """Raises an error that names the first coefficient whose shape does not fit those of u and B."""
+    if inputs.u.dim() != 4:
+        raise ValueError(f"u has shape {tuple(inputs.u.shape)}; it must be (batch, length, heads, channels).")
+    if (inputs.k is None) != (inputs.reflection is None):
+        raise ValueError("k and reflection belong together; only one of them was given.")
+    step = tuple(inputs.u.shape[:3])
+    vector = (*step, inputs.B.shape[-1])
+    shapes = ScanInputs(tuple(inputs.u.shape), vector, vector, step, step, step, vector, step, step[2:])
+    for name, x, shape in zip(ScanInputs._fields, inputs, shapes, strict=True):
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; with this u and B it must be {shape}.")

@@ -1,0 +1,79 @@
+"""Checkpoints that carry their own code, so that they load with `trust_remote_code=True` where this package is not."""
+
+import re
+import sys
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+RELATIVE_IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)( import )", flags=re.MULTILINE)
+
+
+def source_files(module_name: str) -> dict[str, str]:
+    """
+    The source of a module and of every module it imports relatively, by file name, with their imports made flat:
+    `from ..folder.name import x` becomes `from .name import x`.
+    """
+    found, waiting = {}, [module_name]
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules[name]
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        for _, dots, path, _ in RELATIVE_IMPORT.findall(source):
+            imported = ".".join([*name.split(".")[: -len(dots)], path])
+            file_name = Path(sys.modules[imported].__file__).name
+            if file_name not in found and imported not in waiting:
+                waiting.append(imported)
+        found[Path(module.__file__).name] = RELATIVE_IMPORT.sub(
+            lambda match: f"{match[1]}.{match[3].split('.')[-1]}{match[4]}", source
+        )
+    return found
+
+
+class SelfContainedMixin:
+    """
+    For a base class of models: `save_pretrained`, and with it `push_to_hub` and the Trainer, writes the code beside the
+    weights and lists all classes in the configuration's `auto_map`.
+
+    A family of models sets `auto_classes`: the name of each Auto class -> the name of the class it loads, all of them
+    in the module of the model.
+    """
+
+    auto_classes: dict[str, str] = {}
+
+    @classmethod
+    def auto_map(cls) -> dict[str, str]:
+        config_module = cls.config_class.__module__.rpartition(".")[2]
+        model_module = cls.__module__.rpartition(".")[2]
+        entries = {"AutoConfig": f"{config_module}.{cls.config_class.__name__}"}
+        return entries | {auto: f"{model_module}.{name}" for auto, name in cls.auto_classes.items()}
+
+    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+        """As in transformers, and in addition writes the code files."""
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", Path(save_directory).name)
+            hub = {key: kwargs.pop(key) for key in ("commit_message", "create_pr", "private") if key in kwargs}
+        self.config.auto_map = self.auto_map()
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            for file_name, source in source_files(type(self).__module__).items():
+                (Path(save_directory) / file_name).write_text(source, encoding="utf-8")
+        if push_to_hub and is_main_process:
+            self.push_to_hub(repo_id, token=kwargs.get("token"), **hub)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights of {pretrained_model_name_or_path} are damaged or only partly there ({error}). Copy or "
+                "download the checkpoint again."
+            ) from error
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Does nothing: `save_pretrained` writes the code itself, as transformers copies only flat packages."""
+
+
+__all__ = ["SelfContainedMixin"]

@@ -1,0 +1,91 @@
+"""Sequences with padding anywhere, or packed one after another, as rows whose tokens come first."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+
+class SequenceRows(NamedTuple):
+    """
+    How the tokens of a (batch, length) array lie in (rows, width): each row holds one sequence from its first slot on.
+    Sequences so laid out meet the same chunks as they would alone, which makes padding exact to the last bit.
+    """
+
+    token: torch.Tensor  # (rows, width) index into the flattened tokens
+    slot: torch.Tensor  # (batch, length) index into the flattened slots
+    lengths: torch.Tensor  # (rows,)
+    mask: torch.Tensor | None  # (batch, length), true at tokens; None if all are
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, length, ...) -> (rows, width, ...), zero in the slots past a row's end."""
+        x = x.flatten(0, 1)[self.token]
+        return torch.where(expand_like(self.filled, x), x, 0.0)
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, width, ...) -> (batch, length, ...), zero at padding."""
+        x = x.flatten(0, 1)[self.slot]
+        return x if self.mask is None else torch.where(expand_like(self.mask, x), x, 0.0)
+
+    def last(self, x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        """The last token's entry of each row of x (rows, width, ...), and that of `empty` where a row has none."""
+        at = expand_like((self.lengths - 1).clamp(min=0)[:, None], x).expand(-1, 1, *x.shape[2:])
+        return torch.where(expand_like(self.lengths > 0, empty), x.gather(1, at).squeeze(1), empty)
+
+    @property
+    def filled(self) -> torch.Tensor:
+        return torch.arange(self.token.shape[1], device=self.token.device) < self.lengths[:, None]
+
+
+def expand_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return x.reshape(*x.shape, *(1,) * (other.dim() - x.dim()))
+
+
+def rows_from_mask(mask: torch.Tensor) -> SequenceRows:
+    """One row for each row of a (batch, length) mask, its tokens moved to the front in their order."""
+    mask = mask.bool()
+    batch, length = mask.shape
+    order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)
+    offset = torch.arange(batch, device=mask.device)[:, None] * length
+    return SequenceRows(order + offset, torch.argsort(order, dim=1) + offset, mask.sum(1), mask)
+
+
+def rows_from_cu_seqlens(cu_seqlens: torch.Tensor) -> SequenceRows:
+    """One row for each packed sequence; sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1] of a batch of one."""
+    cu_seqlens = cu_seqlens.long()
+    starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
+    total, width = int(cu_seqlens[-1]), int(lengths.max())
+    token = starts[:, None] + torch.arange(width, device=cu_seqlens.device)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths, output_size=total)
+    slot = row * width + torch.arange(total, device=cu_seqlens.device) - starts[row]
+    return SequenceRows(token.clamp(max=max(total - 1, 0)), slot[None], lengths, None)
+
+
+def sequence_rows(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int
+) -> SequenceRows | None:
+    """Checks `mask` or `cu_seqlens` against (batch, length) and lays out the sequences; None without either."""
+    if mask is not None and cu_seqlens is not None:
+        raise ValueError("mask and cu_seqlens were both given; packed sequences hold no padding, so pass only one.")
+    if mask is not None:
+        if mask.shape != (batch, length):
+            raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, length) = {(batch, length)}.")
+        return rows_from_mask(mask)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, batch, length)
+        return rows_from_cu_seqlens(cu_seqlens)
+    return None
+
+
+def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be a 1-dimensional "
+            "integer tensor with the start of each sequence and, last, the total length."
+        )
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1 that holds all sequences; the batch is {batch}.")
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds)):
+        shown = str(bounds if len(bounds) <= 12 else [*bounds[:10], "...", bounds[-1]])
+        raise ValueError(f"cu_seqlens={shown}; it must rise from 0 to the packed length {length}.")

@@ -1,0 +1,27 @@
+"""Settings of the whole suite, and small models to test."""
+
+import os
+import sys
+from pathlib import Path
+
+# Before any import of torch: two workers with two threads each would fight for two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers():
+    """Fills torch.empty with NaN, so that a value read before it was written shows up."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
