@@ -10,7 +10,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast, Toke
 from transformers.utils import ModelOutput, can_return_tuple
 
 from .losses import behavior_cloning_loss, classification_loss
-from .model_inputs import Sequences, find_sequences
+from .model_inputs import Sequences, find_sequences, take_packing
 
 
 @dataclass
@@ -50,6 +50,7 @@ class HeadMixin:
     def encode(self, attention_mask, position_ids, cu_seqlens, **inputs) -> tuple[ModelOutput, Sequences]:
         """Runs the base model; also returns where the sequences lie."""
         size = next((x.shape[:2] for x in inputs.values() if torch.is_tensor(x)), (0, 0))
+        cu_seqlens = take_packing(cu_seqlens, inputs)
         sequences = find_sequences(*size, attention_mask, position_ids, cu_seqlens)
         return self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, **inputs), sequences
 

@@ -64,6 +64,12 @@ def find_sequences(
     return Sequences(mask, None)
 
 
+def take_packing(cu_seqlens: torch.Tensor | None, keywords: dict) -> torch.Tensor | None:
+    """`cu_seqlens`, or else the bounds under the name that the padding-free collators of transformers give them."""
+    bounds = keywords.pop("cu_seq_lens_q", None)
+    return bounds if cu_seqlens is None else cu_seqlens
+
+
 def packed_bounds(position_ids: torch.Tensor, batch: int, length: int) -> torch.Tensor | None:
     """The bounds of packed sequences if positions start again somewhere, else None."""
     starts_again = position_ids[:, 1:] == 0

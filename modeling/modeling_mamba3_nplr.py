@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
 from .mixer_mamba3 import Mamba3Mixer, RMSNorm
-from .model_inputs import check_observations, check_tokens, find_sequences, refuse_unknown_keywords
+from .model_inputs import check_observations, check_tokens, find_sequences, refuse_unknown_keywords, take_packing
 from .recurrent_cache import check_cache, read_state, write_state
 from .scan import select_backend
 from .self_contained import SelfContainedMixin
@@ -52,7 +52,7 @@ class Mamba3NPLRPreTrainedModel(SelfContainedMixin, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Mamba3NPLRBlock"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["dt_bias", "A_bias"]
+    _keep_in_fp32_modules_strict = ["dt_bias"]
     _can_record_outputs = {"hidden_states": Mamba3NPLRBlock}
     _can_compile_fullgraph = True
     _is_stateful = True
@@ -106,6 +106,9 @@ class Mamba3NPLRModel(Mamba3NPLRPreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         elif config.input_type == "observations":
             self.embed_observations = nn.Linear(config.observation_size, config.hidden_size, bias=False)
+            self._input_embed_layer = "embed_observations"
+        if config.gate_form == "exact":
+            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "A_bias"]
         self.layers = nn.ModuleList([Mamba3NPLRBlock(config, index) for index in range(config.num_hidden_layers)])
         self.gradient_checkpointing = False
         self.post_init()
@@ -132,6 +135,7 @@ class Mamba3NPLRModel(Mamba3NPLRPreTrainedModel):
             past_key_values: State after the tokens before these, read and updated; with `cu_seqlens`, of each sequence.
             use_cache: Whether to return the state if none was given. By default outside training.
         """
+        cu_seqlens = take_packing(cu_seqlens, kwargs)
         refuse_unknown_keywords(kwargs)
         given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "observations": observations}
         given = {name: x for name, x in given.items() if x is not None}

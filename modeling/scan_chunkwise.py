@@ -25,7 +25,8 @@ def scan_chunkwise(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> t
     length = inputs.u.shape[1]
     if length == 0:
         return torch.zeros_like(inputs.u), initial.h
-    size = min(chunk_size, length)
+    # A power of two, so that a sequence meets the same matrix sizes, and so the same rounding, whatever its padding.
+    size = min(chunk_size, 1 << (length - 1).bit_length())
     C, k = to_chunks(inputs.C, size), to_chunks(inputs.k, size)  # (batch, heads, chunks, c, state)
     B = with_token_before(to_chunks(inputs.B, size), initial.B)  # (batch, heads, chunks, 1 + c, state)
     u = with_token_before(to_chunks(inputs.u, size), initial.u)  # (batch, heads, chunks, 1 + c, channels)

@@ -25,3 +25,18 @@ def poisoned_buffers():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+# Used by the tests of transformers; unknown markers are errors here.
+TRANSFORMERS_MARKERS = (
+    "accelerate_tests",
+    "flash_attn_test",
+    "flash_attn_3_test",
+    "flash_attn_4_test",
+    "torch_compile_test",
+)
+
+
+def pytest_configure(config):
+    for name in TRANSFORMERS_MARKERS:
+        config.addinivalue_line("markers", f"{name}: of the tests of transformers")

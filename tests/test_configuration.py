@@ -1,0 +1,119 @@
+"""The configuration: defaults of the paper, and errors that name the field, the value and what is allowed."""
+
+import inspect
+from dataclasses import fields
+
+import pytest
+from mamba3_nplr import Mamba3NPLRConfig
+from mamba3_nplr.configuration.configuration_mamba3_nplr import FORMAT_VERSION
+from transformers import AutoConfig, PreTrainedConfig
+
+PAPER = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "state_size": 16,
+    "head_dim": 16,
+    "expand": 4,
+    "num_rope_pairs": 4,
+    "use_rope": True,
+    "reflection_rank": 1,
+    "reflection_form": "additive",
+    "injection": "trapezoid",
+    "gate_form": "smooth",
+    "initial_state": "zero",
+    "decay_activation": "softplus",
+    "a_min": 1e-4,
+    "chunk_size": 64,
+    "output_norm": True,
+    "dt_min": 0.001,
+    "dt_max": 0.1,
+    "beta_bias_init": 0,
+    "observation_size": 16,
+    "action_size": 2,
+    "cue_weight": 20,
+    "scan_backend": "auto",
+}
+
+
+def test_defaults_are_the_model_of_the_paper():
+    config = Mamba3NPLRConfig()
+    assert {name: getattr(config, name) for name in PAPER} == PAPER
+    assert config.model_type == "mamba3_nplr"
+    assert config.num_heads == 16
+    assert config.layer_types == ["linear_attention"]
+
+
+def test_every_field_is_documented():
+    inherited = {field.name for field in fields(PreTrainedConfig)}
+    for field in fields(Mamba3NPLRConfig):
+        if field.name not in inherited:
+            assert f"\n    {field.name} (" in inspect.getdoc(Mamba3NPLRConfig), field.name
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("hidden_size", "64", "expected int"),
+        ("hidden_size", 0, "at least 1"),
+        ("vocab_size", -3, "at least 1"),
+        ("use_rope", 1, "expected bool"),
+        ("cue_weight", "heavy", "float"),
+        ("cue_weight", -1, "at least 0"),
+        ("reflection_rank", 2, r"\(0, 1\)"),
+        ("reflection_form", "contracting", r"\('additive', 'contractive'\)"),
+        ("injection", "euler", r"\('trapezoid', 'delta'\)"),
+        ("gate_form", "hard", r"\('smooth', 'exact'\)"),
+        ("initial_state", "random", r"\('zero', 'learned'\)"),
+        ("decay_activation", "relu", r"\('softplus', 'heavy_tail'\)"),
+        ("input_type", "images", r"\('tokens', 'observations', 'embeddings'\)"),
+        ("num_rope_pairs", 9, "1 to 8"),
+        ("num_rope_pairs", 0, "1 to 8"),
+        ("head_dim", 24, "divisor of expand \\* hidden_size = 256"),
+        ("dt_min", 0.5, "at most dt_max=0.1"),
+        ("chunk_size", 0, "at least 1"),
+        ("label_smoothing", 1.0, "below 1"),
+    ],
+)
+def test_a_wrong_value_names_field_value_and_what_is_allowed(field, value, allowed):
+    with pytest.raises(Exception, match=allowed) as caught:
+        Mamba3NPLRConfig(**{field: value})
+    assert field in str(caught.value)
+    assert str(value) in str(caught.value)
+
+
+def test_impossible_combinations():
+    with pytest.raises(Exception, match="injection='delta' is not allowed.*reflection_rank=0"):
+        Mamba3NPLRConfig(injection="delta", reflection_rank=0)
+    assert Mamba3NPLRConfig(use_rope=False, state_size=3, head_dim=8).num_rope_pairs == 4
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("hiden_size", "Did you mean `hidden_size`"),
+        ("reflexion_rank", "`reflection_rank`"),
+        ("foo", "The fields are: .*"),
+    ],
+)
+def test_an_unknown_keyword_is_refused(keyword, hint):
+    with pytest.raises(ValueError, match=f"no field `{keyword}` \\(given: 7\\).*{hint}"):
+        Mamba3NPLRConfig(**{keyword: 7})
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    config = Mamba3NPLRConfig()
+    config.format_version = FORMAT_VERSION + 1
+    config.field_of_the_future = 1
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="newer mamba3_nplr.*reads up to"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_round_trip(tmp_path):
+    config = Mamba3NPLRConfig(
+        hidden_size=32, gate_form="exact", injection="delta", cue_weight=3, num_labels=120, problem_type="regression"
+    )
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is Mamba3NPLRConfig
+    assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}

@@ -1,0 +1,164 @@
+"""The mixer against its equations, written out one token and one head at a time."""
+
+import math
+
+import pytest
+import torch
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
+from mamba3_nplr.modeling.mixer_mamba3 import accumulate_phase
+from model_cases import OPTIONS, build, small_config
+from torch.nn.functional import softplus
+
+
+def rms(x, weight):
+    return x / (x.square().mean() + 1e-5).sqrt() * weight
+
+
+def rotate(x, theta):
+    x = x.clone()
+    for pair, angle in enumerate(theta):
+        a, b = x[2 * pair].clone(), x[2 * pair + 1].clone()
+        x[2 * pair] = a * angle.cos() - b * angle.sin()
+        x[2 * pair + 1] = a * angle.sin() + b * angle.cos()
+    return x
+
+
+def equations(mixer, x):
+    """The block on one sequence x (length, hidden_size), straight from the definition of each symbol."""
+    config = mixer.config
+    H, P, n = config.num_heads, config.head_dim, config.state_size
+    rows = {"z": H * P, "x": H * P, "B": n, "C": n, "dt": H, "A": H, "trap": H, "angle": config.num_rope_pairs}
+    W = dict(zip(rows, mixer.in_proj.weight.split(list(rows.values())), strict=True))
+    heads = []
+    for i in range(H):
+        channels = slice(i * P, (i + 1) * P)
+        h = mixer.h0[i] if config.initial_state == "learned" else torch.zeros(n, P, dtype=x.dtype)
+        theta = torch.zeros(config.num_rope_pairs, dtype=x.dtype)
+        previous = torch.zeros(n, P, dtype=x.dtype)
+        outputs = []
+        for x_t in x:
+            rate = W["A"][i] @ x_t + (mixer.A_bias[i] if config.gate_form == "exact" else 0)
+            if config.decay_activation == "heavy_tail":
+                rate = rate.clamp(min=0) + 1 / (1 + (-rate).clamp(min=0))
+            else:
+                rate = softplus(rate)
+            a = (rate - 0.05).clamp(min=0) if config.gate_form == "exact" else rate.clamp(min=config.a_min)
+            dt = softplus(W["dt"][i] @ x_t + mixer.dt_bias[i])
+            d = (-a * dt).exp()
+            lam = torch.sigmoid(W["trap"][i] @ x_t)
+            if config.use_rope:
+                theta = theta + dt * math.pi * torch.tanh(W["angle"] @ x_t)
+            C = rotate(rms(W["C"] @ x_t, mixer.C_norm.weight) + mixer.C_bias[i, 0], theta)
+            u, z = W["x"][channels] @ x_t, W["z"][channels] @ x_t
+            new = d * h
+            if config.reflection_rank:
+                k = mixer.k_proj.weight[i * n : (i + 1) * n] @ x_t
+                k = rotate(k / k.norm(), theta)
+                gate = torch.sigmoid(mixer.beta_proj.weight[i] @ x_t + mixer.beta_proj.bias[i])
+                beta = (2.2 * gate - 0.1).clamp(0, 2) if config.gate_form == "exact" else 2 * gate
+                strength = d * beta if config.reflection_form == "contractive" else beta
+                new = new - strength * torch.outer(k, k @ h)
+            if config.injection == "delta":
+                new = new + beta * torch.outer(k, u)
+            else:
+                B = rotate(rms(W["B"] @ x_t, mixer.B_norm.weight) + mixer.B_bias[i, 0], theta)
+                new = new + lam * dt * torch.outer(B, u) + (1 - lam) * dt * d * previous
+                previous = torch.outer(B, u)
+            h = new
+            y = C @ h + mixer.D[i] * u
+            if config.output_norm:
+                y = rms(y, mixer.norm.weight[channels])
+            outputs.append(y * z * torch.sigmoid(z))
+        heads.append(torch.stack(outputs))
+    return torch.cat(heads, -1) @ mixer.out_proj.weight.T
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@torch.no_grad()
+def test_the_mixer_is_its_equations(option):
+    mixer = build(Mamba3NPLRModel, option).layers[0].mixer
+    x = torch.randn(2, 13, 12, dtype=torch.float64)
+    found, _ = mixer(x)
+    for row in range(2):
+        torch.testing.assert_close(found[row], equations(mixer, x[row]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradients_reach_every_parameter(option):
+    """DDP fails on a parameter that the loss does not use: none may exist."""
+    model = build(Mamba3NPLRModel, option)
+    model(inputs_embeds=torch.randn(2, 9, 12, dtype=torch.float64)).last_hidden_state.square().sum().backward()
+    unused = [name for name, p in model.layers.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not unused
+
+
+def test_gradcheck_of_the_mixer():
+    mixer = build(Mamba3NPLRModel, hidden_size=4, state_size=4, head_dim=4, expand=1).layers[0].mixer
+    x = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
+    _, state = mixer(torch.randn(1, 3, 4, dtype=torch.float64))
+    state = [part.detach().requires_grad_() for part in state]
+
+    def function(x, *state):
+        output, final = mixer(x, type(final_state)(*state))
+        return (output, *final)
+
+    _, final_state = mixer(x)
+    assert torch.autograd.gradcheck(function, (x, *state))
+
+
+def test_weight_names_are_those_of_the_official_module():
+    names = {"in_proj.weight", "dt_bias", "B_bias", "C_bias", "B_norm.weight", "C_norm.weight", "D", "norm.weight"}
+    names |= {"out_proj.weight"}
+    reflection = {"k_proj.weight", "beta_proj.weight", "beta_proj.bias"}
+    shapes = {name: tuple(p.shape) for name, p in Mamba3NPLRModel(small_config()).layers[0].mixer.named_parameters()}
+    assert set(shapes) == names | reflection
+    assert shapes["B_bias"] == shapes["C_bias"] == (6, 1, 6)
+    assert shapes["k_proj.weight"] == (36, 12)
+    assert set(Mamba3NPLRModel(small_config("rank0")).layers[0].mixer.state_dict()) == names
+    exact = set(Mamba3NPLRModel(small_config("exact_tracking")).layers[0].mixer.state_dict())
+    assert exact == (names | reflection | {"A_bias", "h0"}) - {"B_bias", "B_norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [
+        ({"reflection_rank": 0}, 57_408),
+        ({"reflection_rank": 0, "num_hidden_layers": 2}, 112_768),
+        ({"reflection_rank": 0, "num_hidden_layers": 4}, 223_488),
+        ({}, 74_832),
+    ],
+)
+def test_parameter_counts_of_the_paper(changes, count):
+    model = Mamba3NPLRForBehaviorCloning(Mamba3NPLRConfig(**changes))
+    assert model.num_parameters() == count
+    state = model.model.layers[0].mixer.state_shapes(1)
+    assert torch.Size(state.h).numel() == 4096
+
+
+def test_initial_values():
+    config = Mamba3NPLRConfig(beta_bias_init=2, gate_form="exact", initial_state="learned")
+    mixer = Mamba3NPLRModel(config).layers[0].mixer
+    dt = softplus(mixer.dt_bias)
+    assert dt.min() > 0.00099 and dt.max() < 0.1001 and dt.max() > 4 * dt.min()
+    for ones in (mixer.B_bias, mixer.C_bias, mixer.D, mixer.B_norm.weight, mixer.norm.weight):
+        assert (ones == 1).all()
+    assert (mixer.A_bias == -2).all() and (mixer.beta_proj.bias == 2).all() and not mixer.beta_proj.weight.any()
+    assert mixer.h0.std() > 0.1
+
+
+def test_exact_gates_reach_their_ends():
+    mixer = build(Mamba3NPLRModel, "exact_gates").layers[0].mixer
+    x = 30 * torch.randn(1, 50, 12, dtype=torch.float64)
+    _, beta, _ = mixer.reflection(x, torch.zeros(1), None)
+    assert beta.min() == 0 and beta.max() == 2
+    assert mixer.decay_rate(torch.full((6,), -20.0)).max() == 0
+
+
+def test_the_phase_loses_no_digits_over_long_sequences():
+    increment = torch.rand(1, 10_000, 1, 2)
+    start = torch.zeros(1, 1, 2)
+    theta, last = accumulate_phase(increment, start, None, None)
+    turns = (increment.double().cumsum(1) - theta) / (2 * math.pi)
+    assert (turns - turns.round()).abs().max() < 1e-7
+    assert turns.max() > 700
+    assert torch.equal(theta[:, -1], last)
