@@ -52,7 +52,8 @@ class Mamba3NPLRPreTrainedModel(SelfContainedMixin, PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["Mamba3NPLRBlock"]
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["dt_bias"]
+    # As in the official module; half precision would move the smallest steps by several per cent.
+    _keep_in_fp32_modules_strict = ["dt_bias", "C_bias", "D"]
     _can_record_outputs = {"hidden_states": Mamba3NPLRBlock}
     _can_compile_fullgraph = True
     _is_stateful = True
@@ -62,6 +63,11 @@ class Mamba3NPLRPreTrainedModel(SelfContainedMixin, PreTrainedModel):
         "AutoModelForTokenClassification": "Mamba3NPLRForTokenClassification",
         "AutoModelForBehaviorCloning": "Mamba3NPLRForBehaviorCloning",
     }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the projections: the first parameter may be one of those kept in float32."""
+        return self.base_model.layers[0].mixer.in_proj.weight.dtype
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -107,8 +113,8 @@ class Mamba3NPLRModel(Mamba3NPLRPreTrainedModel):
         elif config.input_type == "observations":
             self.embed_observations = nn.Linear(config.observation_size, config.hidden_size, bias=False)
             self._input_embed_layer = "embed_observations"
-        if config.gate_form == "exact":
-            self._keep_in_fp32_modules_strict = [*self._keep_in_fp32_modules_strict, "A_bias"]
+        optional = {"A_bias": config.gate_form == "exact", "B_bias": config.injection == "trapezoid"}
+        self._keep_in_fp32_modules_strict = self._keep_in_fp32_modules_strict + [x for x in optional if optional[x]]
         self.layers = nn.ModuleList([Mamba3NPLRBlock(config, index) for index in range(config.num_hidden_layers)])
         self.gradient_checkpointing = False
         self.post_init()

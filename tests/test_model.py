@@ -251,13 +251,16 @@ def test_bf16_autocast_rounds_the_projections_and_nothing_else(monkeypatch):
     assert torch.equal(found, model(ids).last_hidden_state)
 
 
+@pytest.mark.parametrize("option", ["paper", "exact_tracking"])
 @torch.no_grad()
-def test_bfloat16_weights_keep_the_step_size_in_float32(tmp_path):
-    build(Mamba3NPLRModel, dtype=torch.float32).save_pretrained(tmp_path)
-    model = Mamba3NPLRModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert model.layers[0].mixer.dt_bias.dtype == torch.float32
+def test_half_precision_weights_keep_the_gates_in_float32(option, tmp_path):
+    build(Mamba3NPLRForTokenClassification, option, dtype=torch.float32).save_pretrained(tmp_path)
+    model = Mamba3NPLRForTokenClassification.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name.rpartition(".")[2] for name, p in model.named_parameters() if p.dtype == torch.float32}
+    assert kept == {"dt_bias", "C_bias", "D", "B_bias" if option == "paper" else "A_bias"}
+    assert model.dtype == model.model.dtype == torch.bfloat16
     result = model(tokens(2, 9))
-    assert result.last_hidden_state.dtype == torch.bfloat16
+    assert result.logits.dtype == torch.bfloat16
     assert result.past_key_values.get_recurrent_state(0).dtype == torch.float32
 
 

@@ -1,0 +1,155 @@
+"""Checkpoints: bit-equal round trips, through every Auto class, with and without this package."""
+
+import filecmp
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from mamba3_nplr import (
+    AutoModelForBehaviorCloning,
+    Mamba3NPLRConfig,
+    Mamba3NPLRForBehaviorCloning,
+    Mamba3NPLRForSequenceClassification,
+    Mamba3NPLRForTokenClassification,
+    Mamba3NPLRModel,
+)
+from model_cases import OPTIONS, build
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+AUTO_CLASSES = {
+    "AutoModel": (AutoModel, Mamba3NPLRModel),
+    "AutoModelForSequenceClassification": (AutoModelForSequenceClassification, Mamba3NPLRForSequenceClassification),
+    "AutoModelForTokenClassification": (AutoModelForTokenClassification, Mamba3NPLRForTokenClassification),
+    "AutoModelForBehaviorCloning": (AutoModelForBehaviorCloning, Mamba3NPLRForBehaviorCloning),
+}
+OBSERVATIONS = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(3))
+IDS = torch.tensor([[1, 5, 3, 2, 9, 9, 0], [4, 4, 1, 7, 10, 2, 6]])
+
+WITHOUT_THE_PACKAGE = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "mamba3_nplr":
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, Blocker())
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    for folder in sorted(Path(sys.argv[1]).iterdir()):
+        auto, inputs = folder.name, load_file(folder / "inputs.safetensors")
+        expected = inputs.pop("expected")
+        # There is no Auto class for policies in transformers: AutoModel loads them.
+        auto_class = getattr(transformers, auto, transformers.AutoModel)
+        model = auto_class.from_pretrained(folder / f"checkpoint_{auto}", trust_remote_code=True)
+        with torch.no_grad():
+            found = model(**inputs)[0]
+        assert torch.equal(found, expected), auto
+        model.save_pretrained(folder / "again")
+        if "Behavior" in auto:
+            model.select_action(inputs["observations"][:, 0])
+        print(auto, type(model).__name__, type(model).__module__.partition(".")[0])
+    assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
+    """
+)
+
+
+@pytest.mark.parametrize("auto", AUTO_CLASSES)
+@torch.no_grad()
+def test_round_trip_through_the_auto_classes(auto, tmp_path):
+    auto_class, model_class = AUTO_CLASSES[auto]
+    model = build(model_class, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is Mamba3NPLRConfig
+    for loaded in (auto_class.from_pretrained(tmp_path), model_class.from_pretrained(tmp_path)):
+        assert type(loaded) is model_class
+        inputs = {"observations": OBSERVATIONS} if "Behavior" in auto else {"input_ids": IDS}
+        assert torch.equal(loaded(**inputs)[0], model(**inputs)[0])
+    assert type(auto_class.from_config(model.config)) is model_class
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_survives_a_round_trip(option, tmp_path):
+    model = build(Mamba3NPLRModel, option, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = Mamba3NPLRModel.from_pretrained(tmp_path)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in loaded.state_dict().items())
+
+
+def test_checkpoints_load_where_the_package_is_not(tmp_path):
+    (tmp_path / "saved").mkdir()
+    for auto, (_, model_class) in AUTO_CLASSES.items():
+        folder = tmp_path / "saved" / auto
+        model = build(model_class, "learned_state", dtype=torch.float32)
+        # transformers names the code of a local folder after the folder alone, so each needs a name of its own.
+        model.save_pretrained(folder / f"checkpoint_{auto}")
+        inputs = {"observations": OBSERVATIONS} if "Behavior" in auto else {"input_ids": IDS}
+        with torch.no_grad():
+            save_file(inputs | {"expected": model(**inputs)[0].contiguous()}, folder / "inputs.safetensors")
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(tmp_path / "saved")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [
+        word
+        for auto, (_, model_class) in sorted(AUTO_CLASSES.items())
+        for word in (auto, model_class.__name__, "transformers_modules")
+    ]
+    for auto in AUTO_CLASSES:
+        first, again = (tmp_path / "saved" / auto / name for name in (f"checkpoint_{auto}", "again"))
+        names = sorted(path.name for path in first.iterdir())
+        assert names == sorted(path.name for path in again.iterdir())
+        assert filecmp.cmpfiles(first, again, names, shallow=False)[1:] == ([], [])
+
+
+def test_a_checkpoint_holds_weights_configuration_and_flat_code_only(tmp_path):
+    build(Mamba3NPLRForBehaviorCloning).save_pretrained(tmp_path)
+    suffixes = {path.suffix for path in tmp_path.iterdir()}
+    assert suffixes == {".safetensors", ".json", ".py"}
+    for path in tmp_path.glob("*.py"):
+        assert not re.search(r"^\s*from \.\.", path.read_text(), re.MULTILINE)
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModel"] == auto_map["AutoModelForBehaviorCloning"]
+    for entry in auto_map.values():
+        module, name = entry.split(".")
+        assert f"class {name}(" in (tmp_path / f"{module}.py").read_text()
+
+
+def test_a_base_model_loads_from_a_head(tmp_path):
+    model = build(Mamba3NPLRForBehaviorCloning, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    base = Mamba3NPLRModel.from_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model.model(observations=OBSERVATIONS).last_hidden_state
+        assert torch.equal(base(observations=OBSERVATIONS).last_hidden_state, expected)
+
+
+def test_only_the_main_process_writes_code(tmp_path):
+    build(Mamba3NPLRModel).save_pretrained(tmp_path / "folder", is_main_process=False)
+    assert not list((tmp_path / "folder").glob("*.py"))
+
+
+def test_large_models_are_sharded(tmp_path):
+    model = build(Mamba3NPLRModel, dtype=torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="5KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = Mamba3NPLRModel.from_pretrained(tmp_path)
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in loaded.state_dict().items())
+
+
+def test_weights_of_a_checkpoint_carry_the_names_of_the_contract(tmp_path):
+    build(Mamba3NPLRModel, dtype=torch.float32).save_pretrained(tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"layers.0.mixer.in_proj.weight", "layers.1.mixer.k_proj.weight", "layers.0.mixer.B_norm.weight"} <= set(
+        names
+    )

@@ -1,0 +1,90 @@
+"""The package as installed: quiet and light to import, complete as a wheel, with no generic names."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+
+LIGHT = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch, transformers
+before = set(sys.modules)
+import mamba3_nplr
+new = {name for name in set(sys.modules) - before if not name.startswith("mamba3_nplr")}
+heavy = {"transformers.modeling_utils", "transformers.models.auto.modeling_auto", "triton", "datasets", "accelerate"}
+assert not new & heavy, new & heavy
+assert not torch.cuda.is_initialized()
+"""
+
+REGISTERS = """
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CONFIG_MAPPING
+names = set(CONFIG_MAPPING.keys())
+mamba2 = CONFIG_MAPPING["mamba2"]
+import mamba3_nplr
+assert set(CONFIG_MAPPING.keys()) - names == {"mamba3_nplr"}
+assert CONFIG_MAPPING["mamba2"] is mamba2
+assert type(AutoModel.from_config(AutoConfig.for_model("mamba3_nplr"))) is mamba3_nplr.Mamba3NPLRModel
+"""
+
+REGISTERS_WITHOUT_BEING_ASKED = """
+import mamba3_nplr
+from transformers import AutoConfig, AutoModelForSequenceClassification
+model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("mamba3_nplr", num_labels=7))
+assert type(model).__name__ == "Mamba3NPLRForSequenceClassification" and model.num_labels == 7
+"""
+
+SUBMODULE_FIRST = """
+from mamba3_nplr.modeling.modeling_mamba3_nplr import Mamba3NPLRModel
+from transformers import AutoModel
+from mamba3_nplr import AutoModelForBehaviorCloning, Mamba3NPLRConfig
+assert type(AutoModel.from_config(Mamba3NPLRConfig())) is Mamba3NPLRModel
+assert AutoModelForBehaviorCloning.from_config(Mamba3NPLRConfig()).num_parameters() == 74832
+"""
+
+
+def python(code, cwd, **environment):
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=cwd, env=environment or None, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_importing_is_quiet_and_light(tmp_path):
+    assert python(LIGHT, tmp_path) == ""
+
+
+def test_the_auto_classes_know_the_models_in_any_order_of_imports(tmp_path):
+    for code in (REGISTERS, REGISTERS_WITHOUT_BEING_ASKED, SUBMODULE_FIRST):
+        python(code, tmp_path)
+
+
+def test_exports_exist():
+    import mamba3_nplr
+
+    for name in mamba3_nplr.__all__:
+        assert getattr(mamba3_nplr, name).__name__ == name
+
+
+def test_the_wheel_is_complete_and_claims_one_name(tmp_path):
+    # A copy, so that nothing left over from an earlier build can find its way in.
+    source = tmp_path / "source"
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "__pycache__"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        archive.extractall(tmp_path / "site")
+    assert {name.partition("/")[0] for name in names} == {"mamba3_nplr"}
+    expected = {"mamba3_nplr/__init__.py"}
+    for folder in ("modeling", "configuration", "datasets_scripts"):
+        expected |= {f"mamba3_nplr/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+    assert set(names) == expected
+    origin = "import mamba3_nplr.modeling.scan as scan; print(scan.__file__)"
+    assert str(tmp_path) in python(origin, tmp_path, PYTHONPATH=str(tmp_path / "site"))

@@ -1,0 +1,137 @@
+"""transformers' own tests for any model, run on the models of this package. docs/transformers_tests.md says more."""
+
+import unittest
+
+import torch
+from mamba3_nplr import (
+    Mamba3NPLRConfig,
+    Mamba3NPLRForBehaviorCloning,
+    Mamba3NPLRForSequenceClassification,
+    Mamba3NPLRForTokenClassification,
+    Mamba3NPLRModel,
+)
+from torch import nn
+from transformers.testing_utils import torch_device
+from transformers_common import ConfigTester, common
+
+OPTIONS = {
+    "reflection_form": "contractive",
+    "injection": "delta",
+    "gate_form": "exact",
+    "initial_state": "learned",
+    "residual": True,
+}
+
+
+class ModelTester:
+    """A small configuration and inputs for it; the tests read the attributes."""
+
+    batch_size = 5
+    seq_length = 19  # two whole chunks and a part of one
+    hidden_size = 32
+    num_hidden_layers = 2
+    is_training = True
+
+    def __init__(self, **options):
+        self.options = options
+
+    def get_config(self) -> Mamba3NPLRConfig:
+        return Mamba3NPLRConfig(
+            vocab_size=99,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            state_size=8,
+            head_dim=8,
+            expand=2,
+            num_rope_pairs=2,
+            chunk_size=8,
+            observation_size=6,
+            **self.options,
+        )
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Mamba3NPLRConfig, dict[str, torch.Tensor]]:
+        config = self.get_config()
+        mask = torch.ones(self.batch_size, self.seq_length, dtype=torch.long, device=torch_device)
+        mask[0, :3] = 0
+        mask[-1, -4:] = 0
+        return config, {**self.prepare_main_input(config), "attention_mask": mask}
+
+    def prepare_main_input(self, config: Mamba3NPLRConfig) -> dict[str, torch.Tensor]:
+        return {"input_ids": common.ids_tensor([self.batch_size, self.seq_length], config.vocab_size)}
+
+
+class PolicyTester(ModelTester):
+    def prepare_main_input(self, config: Mamba3NPLRConfig) -> dict[str, torch.Tensor]:
+        return {"observations": common.floats_tensor([self.batch_size, self.seq_length, config.observation_size])}
+
+
+class CommonTests(common.ModelTesterMixin):
+    """What the test cases below share."""
+
+    model_tester_class = ModelTester
+    options = {}
+    has_attentions = False
+    # Otherwise a model without the copyright line of a model inside transformers is taken for an old one.
+    test_can_init_all_missing_weights_before_2023 = True
+
+    def setUp(self):
+        self.model_tester = self.model_tester_class(**self.options)
+        # num_heads in place of num_attention_heads: the heads are those of a recurrence.
+        properties = ["hidden_size", "num_heads", "num_hidden_layers"]
+        self.config_tester = ConfigTester(self, Mamba3NPLRConfig, common_properties=properties, **self.options)
+
+    def test_config(self):
+        self.config_tester.run_common_tests()
+
+
+class TokenModelsTest(CommonTests, unittest.TestCase):
+    all_model_classes = (
+        Mamba3NPLRModel,
+        Mamba3NPLRForSequenceClassification,
+        Mamba3NPLRForTokenClassification,
+    )
+
+
+class TokenModelsWithOptionsTest(TokenModelsTest):
+    options = OPTIONS
+
+
+class PolicyTest(CommonTests, unittest.TestCase):
+    model_tester_class = PolicyTester
+    all_model_classes = (Mamba3NPLRForBehaviorCloning,)
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
+        if return_labels:
+            inputs["labels"] = torch.ones(*inputs["observations"].shape[:2], 2, device=torch_device)
+        return inputs
+
+    # The next two are those of transformers with observations in the place of tokens.
+
+    def test_inputs_embeds(self):
+        config, inputs_dict = self.model_tester.prepare_config_and_inputs_for_common()
+        for model_class in self.all_model_classes:
+            model = model_class(config).to(torch_device).eval()
+            inputs = self._prepare_for_class(inputs_dict, model_class)
+            with torch.no_grad():
+                expected = model(**inputs)[0]
+                inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("observations"))
+                torch.testing.assert_close(model(**inputs)[0], expected)
+
+    def test_model_get_set_embeddings(self):
+        config, _ = self.model_tester.prepare_config_and_inputs_for_common()
+        for model_class in self.all_model_classes:
+            model = model_class(config)
+            self.assertIsInstance(model.get_input_embeddings(), nn.Linear)
+            replacement = nn.Linear(10, 10)
+            model.set_input_embeddings(replacement)
+            self.assertIs(model.get_input_embeddings(), replacement)
+            self.assertIsNone(model.get_output_embeddings())
+
+    @unittest.skip("A policy has no vocabulary to resize: a linear map embeds its observations.")
+    def test_resize_tokens_embeddings(self):
+        pass
+
+
+class PolicyWithOptionsTest(PolicyTest):
+    options = OPTIONS
