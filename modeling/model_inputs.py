@@ -40,28 +40,31 @@ def find_sequences(
             inside a compiled graph, whose shapes cannot depend on them: there, pass `cu_seqlens`.
         cu_seqlens (sequences + 1,): Bounds of packed sequences.
     """
+    mask = None if attention_mask is None else trim_mask(attention_mask, batch, length)
     if cu_seqlens is None and position_ids is not None and not torch.compiler.is_compiling():
-        cu_seqlens = packed_bounds(position_ids, batch, length)
+        cu_seqlens = packed_bounds(position_ids, batch, length, mask)
     if cu_seqlens is not None:
-        if attention_mask is not None and not bool(attention_mask.all()):
+        if mask is not None and not bool(mask.all()):
             raise ValueError(
                 "attention_mask hides positions while cu_seqlens (or position_ids that start again) packs sequences; "
                 "packed sequences hold no padding, so pass only one of them."
             )
         check_cu_seqlens(cu_seqlens, batch, length)
         return Sequences(None, cu_seqlens)
-    if attention_mask is None:
-        return Sequences(None, None)
+    # Looking into a tensor would stall an accelerator or break a graph; on a CPU it saves the work of masking.
+    if mask is not None and mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all()):
+        mask = None
+    return Sequences(mask, None)
+
+
+def trim_mask(attention_mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """The part of the mask that covers these tokens, as booleans."""
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, length) = {(batch, length)}, "
             "or longer by the tokens before these."
         )
-    mask = attention_mask[:, attention_mask.shape[1] - length :].bool()
-    # Looking into a tensor would stall an accelerator or break a graph; on a CPU it saves the work of masking.
-    if mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all()):
-        return Sequences(None, None)
-    return Sequences(mask, None)
+    return attention_mask[:, attention_mask.shape[1] - length :].bool()
 
 
 def take_packing(cu_seqlens: torch.Tensor | None, keywords: dict) -> torch.Tensor | None:
@@ -70,14 +73,18 @@ def take_packing(cu_seqlens: torch.Tensor | None, keywords: dict) -> torch.Tenso
     return bounds if cu_seqlens is None else cu_seqlens
 
 
-def packed_bounds(position_ids: torch.Tensor, batch: int, length: int) -> torch.Tensor | None:
-    """The bounds of packed sequences if positions start again somewhere, else None."""
-    starts_again = position_ids[:, 1:] == 0
-    if length == 0 or not bool(starts_again.any()):
+def packed_bounds(
+    position_ids: torch.Tensor, batch: int, length: int, mask: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The bounds of packed sequences if positions start again after another token, else None."""
+    valid = torch.ones_like(position_ids, dtype=torch.bool) if mask is None else mask
+    # The first token of a left-padded row has position 0 too, but no token before it.
+    starts_again = (position_ids == 0) & valid & (valid.cumsum(1) > 1)
+    if not bool(starts_again.any()):
         return None
-    if batch != 1 or position_ids.shape[0] != 1:
+    if batch != 1:
         raise ValueError(f"position_ids start again inside a row: packing needs a batch of 1, the batch is {batch}.")
-    starts = starts_again[0].nonzero().flatten() + 1
+    starts = starts_again[0].nonzero().flatten()
     return torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), length)])
 
 

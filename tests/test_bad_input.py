@@ -34,6 +34,14 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
             "pass only one of them",
         ),
         ({"input_ids": IDS, "position_ids": torch.tensor([[0, 1, 0, 1]] * 2)}, "packing needs a batch of 1"),
+        (
+            {
+                "input_ids": IDS[:1],
+                "position_ids": torch.tensor([[0, 1, 0, 1]]),
+                "attention_mask": torch.tensor([[0, 1, 1, 1]]),
+            },
+            "pass only one of them",
+        ),
         ({"input_ids": IDS, "past_key_values": DynamicCache()}, "0 recurrent layers of 0; this model needs 2"),
         ({"input_ids": IDS, "past_key_values": (1, 2)}, "past_key_values is a tuple"),
         ({"input_ids": IDS, "past_key_values": DynamicCache(config=LlamaConfig(num_hidden_layers=2))}, "0 recurrent"),

@@ -143,6 +143,18 @@ def test_packed_is_separate(option, by):
 
 
 @torch.no_grad()
+def test_position_ids_of_padded_rows_are_no_packing():
+    model = build(Mamba3NPLRModel)
+    ids, mask = pad(tokens(3, 8), [8, 5, 2], [0, 1, 6], width=9)
+    expected = model(ids, attention_mask=mask).last_hidden_state
+    for filler in (0, 1):
+        positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, filler)
+        assert torch.equal(model(ids, attention_mask=mask, position_ids=positions).last_hidden_state, expected)
+    ascending = torch.arange(9)[None]
+    assert torch.equal(model(ids, attention_mask=mask, position_ids=ascending).last_hidden_state, expected)
+
+
+@torch.no_grad()
 def test_packed_sequences_continue_from_a_cache():
     model = build(Mamba3NPLRModel)
     first, second = tokens(2, 4), tokens(2, 6)
