@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format clean
+.PHONY: setup test test-slow quality format data benchmark-data clean
 
 setup: $(VENV)/.ready
 
@@ -25,6 +25,12 @@ quality: setup
 format: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+data: setup
+	$(RUN) -m mamba3_nplr.datasets_scripts.build data
+
+benchmark-data: setup
+	$(RUN) benchmarks/data.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,125 @@
+"""
+Writes the tasks as a folder that is a dataset repository: Parquet files, a card, a picture.
+
+    python -m mamba3_nplr.datasets_scripts.build OUT [--train_size N] [--tasks TASK ...]
+
+A build that was stopped goes on where it was when the same command is given again.
+"""
+
+import argparse
+import errno
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow.parquet as pq
+from tqdm.auto import tqdm
+
+from .card import dataset_card
+from .columns import task_features, to_table
+from .show import draw, figure_class
+from .task import Task, check_at_least
+from .tasks import TASKS, make_task
+
+# shell_curriculum differs from shell only in how training draws its batches.
+PUBLISHED = [name for name in TASKS if name != "shell_curriculum"]
+SETTINGS = "build.json"
+# Episodes are a thousand times larger than words; a file of either is made in memory.
+ROWS_IN_FILE = {"words": 100_000, "episodes": 4_096}
+
+
+def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) -> None:
+    """Writes the tasks called `names`, all by default, into the folder `out`."""
+    check_at_least("train_size", train_size, 1)
+    figure_class()  # the card has a picture: better to hear now than at the end that it cannot be drawn
+    tasks = {name: make_task(name) for name in names or PUBLISHED}
+    splits = {name: {"train": train_size} | task.splits for name, task in tasks.items()}
+    claim(out, {"train_size": train_size, "tasks": list(tasks), "versions": versions()})
+    files = [file for name, task in tasks.items() for file in plan(name, task, splits[name])]
+    with tqdm(total=sum(stop - start for *_, start, stop in files), unit=" rows", unit_scale=True) as bar:
+        for path, task, split, start, stop in files:
+            bar.set_description(path.parent.name)
+            if not (out / path).exists():
+                write_rows(out / path, task, split, start, stop)
+            bar.update(stop - start)
+    write_atomically(out / "episode.png", lambda path: draw(TASKS["shell"], "validation", 5, path))
+    card = dataset_card(tasks, splits, train_size, versions())
+    write_atomically(out / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+
+
+def versions() -> str:
+    return ", ".join(
+        f"{name} {version(name)}" for name in ("mamba3_nplr", "numpy", "pyarrow", "datasets", "matplotlib")
+    )
+
+
+def claim(out: Path, settings: dict) -> None:
+    """Makes the folder, or makes sure that what it holds is an earlier part of this very build."""
+    path = out / SETTINGS
+    if path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found != settings:
+            different = [name for name in settings if found.get(name) != settings[name]]
+            details = "; ".join(f"{name} there: {found.get(name)}, now: {settings[name]}" for name in different)
+            raise ValueError(f"{out} holds a build with other settings ({details}). Give another folder.")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not empty and holds no build. Give another folder, so that nothing gets mixed up.")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda part: part.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
+
+
+def plan(name: str, task: Task, splits: dict[str, int]) -> list[tuple[Path, Task, str, int, int]]:
+    """The files of a task: path, task, split, first row and the row after the last."""
+    files = []
+    size = ROWS_IN_FILE["words" if "input_ids" in task_features(task) else "episodes"]
+    for split, rows in splits.items():
+        count = -(-rows // size)
+        for number in range(count):
+            path = Path(name) / f"{split}-{number:05d}-of-{count:05d}.parquet"
+            files.append((path, task, split, number * size, min(rows, (number + 1) * size)))
+    return files
+
+
+def write_rows(path: Path, task: Task, split: str, start: int, stop: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    table = to_table(task.rows(split, start, stop), task_features(task))
+    write_atomically(path, lambda part: pq.write_table(table, part, compression="zstd", row_group_size=1024))
+
+
+def write_atomically(path: Path, write) -> None:
+    """Writes beside `path` and renames: whatever happens, `path` is whole or not there."""
+    part = path.with_name(f".{path.name}.part{path.suffix}")
+    try:
+        write(part)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mamba3_nplr.datasets_scripts.build",
+        description="Writes the tasks as a folder that is a dataset repository for load_dataset and the Hub.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, new or from the same build")
+    parser.add_argument(
+        "--train_size", type=int, default=100_000, help="rows of each train split (default: %(default)s)"
+    )
+    parser.add_argument("--tasks", nargs="+", metavar="TASK", help=f"some of {', '.join(TASKS)} (default: all)")
+    given = parser.parse_args(arguments)
+    try:
+        build(given.out, given.train_size, given.tasks)
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        parser.exit(1, f"The disk is full. Make room and give the same command again: {given.out} goes on from here.\n")
+    print(f"Wrote {given.out}: load_dataset({str(given.out)!r}, {(given.tasks or PUBLISHED)[0]!r})")
+
+
+if __name__ == "__main__":
+    main()

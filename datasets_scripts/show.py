@@ -1,0 +1,137 @@
+"""
+Draws an episode or a word of a task, or prints it.
+
+    python -m mamba3_nplr.datasets_scripts.show TASK [--split SPLIT] [--index I] [--out PICTURE.png]
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+from .shell_game import CUE, CUPS, RESPONSE_FRAMES, REVEAL_FRAMES, SLOTS, ShellGame, X, Y
+from .task import Task
+from .tasks import TASKS, make_task
+from .words import GroupWords
+
+
+def describe(task: Task, split: str, index: int) -> str:
+    """One row of a task as text."""
+    row = one_row(task, split, index)
+    return describe_word(task, row) if isinstance(task, GroupWords) else describe_episode(row)
+
+
+def draw(task: Task, split: str, index: int, path: Path) -> None:
+    """One row of a task as a picture."""
+    Figure = figure_class()
+    row = one_row(task, split, index)
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    draw_word(axes, task, row) if isinstance(task, GroupWords) else draw_episode(axes, row)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def figure_class():
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Pictures need matplotlib: pip install 'mamba3_nplr[plot]'.") from error
+    return Figure
+
+
+def one_row(task: Task, split: str, index: int) -> dict[str, np.ndarray]:
+    if index < 0:
+        raise ValueError(f"index={index} is not allowed: it must be at least 0.")
+    row = {name: array[0] for name, array in task.rows(split, index, index + 1).items()}
+    if isinstance(task, ShellGame):
+        frames = row["num_frames"]
+        row |= {name: row[name][:frames] for name in ("observations", "actions")}
+    return row
+
+
+def describe_word(task: GroupWords, row: dict[str, np.ndarray]) -> str:
+    lines = [f"{'step':>5}  {'token':>5}  {'letter':<{2 * CUPS}}  product of the prefix (label)"]
+    for step, (token, label) in enumerate(zip(row["input_ids"], row["labels"], strict=True), start=1):
+        letter = task.label_names[task.letters[token]]
+        lines.append(f"{step:>5}  {token:>5}  {letter:<{2 * CUPS}}  {task.label_names[label]} ({label})")
+    return "\n".join(lines)
+
+
+def describe_episode(row: dict[str, np.ndarray]) -> str:
+    observations, swaps = row["observations"], row["swaps"]
+    start = int(observations[0, 2 * CUPS : CUE].argmax())
+    lines = [
+        f"{len(observations)} frames, {len(swaps)} windows, {row['num_swaps']} swaps",
+        f"frames 0 to {REVEAL_FRAMES - 1}: the ball is revealed in slot {start}",
+    ]
+    slot = start
+    for window, pair in enumerate(swaps):
+        if pair >= 0:
+            slot = {pair: pair + 1, pair + 1: pair}.get(slot, slot)
+            lines.append(f"window {window:>3}: slots {pair} and {pair + 1} swap, the ball is in slot {slot}")
+    lines.append(f"frames {len(observations) - RESPONSE_FRAMES} to {len(observations) - 1}: reach for slot {slot}")
+    return "\n".join(lines)
+
+
+def draw_word(axes, task: GroupWords, row: dict[str, np.ndarray]) -> None:
+    """Where each point is after each letter: the point at the bottom of a line's start follows the line."""
+    products = task.algebra.elements[np.concatenate([[0], row["labels"]])]  # (length + 1, degree)
+    for point in range(products.shape[1]):
+        axes.plot(products[:, point], label=str(point), linewidth=1.6, alpha=0.9)
+    axes.set(xlabel="letters read", ylabel="place", title=f"Word over {task.group}: where each point has been taken")
+    axes.set_yticks(range(products.shape[1]))
+    axes.margins(x=0.01)
+
+
+def draw_episode(axes, row: dict[str, np.ndarray]) -> None:
+    observations, actions = row["observations"], row["actions"]
+    frames = np.arange(len(observations))
+    axes.axvspan(-0.5, REVEAL_FRAMES - 0.5, color="gold", alpha=0.35, label="reveal")
+    axes.axvspan(len(frames) - RESPONSE_FRAMES - 0.5, len(frames) - 0.5, color="green", alpha=0.25, label="reach")
+    cups, heights = observations[:, X:Y], observations[:, Y : Y + CUPS]
+    axes.plot(frames, cups, color="0.6", linewidth=1.0)
+    lifted = np.where(heights > 0, cups, np.nan)
+    axes.plot(frames, lifted, color="0.25", linewidth=3.0, label=["lifted cup"] + [None] * (CUPS - 1))
+    axes.plot(frames, ball_path(row), color="red", linestyle="--", linewidth=1.4, label="slot of the ball")
+    axes.plot(frames, actions[:, 0], color="tab:blue", linewidth=0.8, alpha=0.7, label="demonstrated reach")
+    axes.set(
+        xlabel="frame", ylabel="slot", title=f"Shell game: {row['num_swaps']} swaps in {len(row['swaps'])} windows"
+    )
+    axes.set_yticks(SLOTS, range(CUPS))
+    axes.margins(x=0.01)
+    axes.legend(loc="upper center", ncols=5, fontsize=8, bbox_to_anchor=(0.5, -0.18))
+
+
+def ball_path(row: dict[str, np.ndarray]) -> np.ndarray:
+    """The ball's slot in every frame, as a position; it changes when a swap is complete."""
+    heights = row["observations"][:, Y : Y + CUPS].max(1)
+    # A swap is complete in the first frame after one with a lifted cup.
+    done = np.cumsum((heights[:-1] > 0) & (heights[1:] == 0))
+    slots = [int(row["observations"][0, 2 * CUPS : CUE].argmax())]
+    for pair in row["swaps"][row["swaps"] >= 0]:
+        slots.append({pair: pair + 1, pair + 1: pair}.get(slots[-1], slots[-1]))
+    return SLOTS[np.array(slots)[np.concatenate([[0], done])]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mamba3_nplr.datasets_scripts.show", description="Draws or prints one row of a task."
+    )
+    parser.add_argument("task", metavar="TASK", help=f"one of {', '.join(TASKS)}")
+    parser.add_argument("--split", default="validation", help="train, validation or a test set (default: %(default)s)")
+    parser.add_argument("--index", type=int, default=0, help="which row (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="picture to write, such as episode.png; without it, text is printed")
+    given = parser.parse_args(arguments)
+    try:
+        task = make_task(given.task)
+        if given.out is None:
+            print(describe(task, given.split, given.index))
+        else:
+            draw(task, given.split, given.index, given.out)
+            print(f"Wrote {given.out}")
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The published form: folders that load_dataset reads, rebuilt bit for bit, never half written or mixed."""
+
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import load_dataset
+from huggingface_hub import DatasetCard
+from mamba3_nplr.datasets_scripts import build as building
+from mamba3_nplr.datasets_scripts import show as showing
+from mamba3_nplr.datasets_scripts.columns import read_columns
+from mamba3_nplr.datasets_scripts.tasks import make_task
+
+TASKS = ["s5_generators", "shell", "shell_jitter"]
+
+
+@pytest.fixture(autouse=True)
+def small_test_sets(monkeypatch):
+    """The paper's sets at a few rows each; what is tested does not depend on their number."""
+    small = {name: make_task(name, test_size=6) for name in TASKS}
+    monkeypatch.setattr(building, "make_task", lambda name: small[name] if name in small else make_task(name))
+    monkeypatch.setattr(building, "ROWS_IN_FILE", {"words": 100, "episodes": 8})
+
+
+@pytest.fixture
+def built(tmp_path):
+    building.build(tmp_path / "out", train_size=20, names=TASKS)
+    return tmp_path / "out"
+
+
+def load(folder, name, split, cache, **kwargs):
+    return load_dataset(str(folder), name, split=split, cache_dir=str(cache), **kwargs)
+
+
+def test_load_dataset_reads_every_split(built, tmp_path):
+    for name in TASKS:
+        task = make_task(name, test_size=6)
+        for split, rows in ({"train": 20} | task.splits).items():
+            dataset = load(built, name, split, tmp_path / "cache")
+            assert len(dataset) == rows
+            made = task.rows(split, 0, rows)
+            for i in (0, rows - 1):
+                row = dataset[i]
+                if name == "s5_generators":
+                    assert row["input_ids"] == made["input_ids"][i].tolist()
+                    assert row["labels"] == made["labels"][i].tolist()
+                    continue
+                frames = made["num_frames"][i]
+                assert np.array_equal(np.float32(row["observations"]), made["observations"][i, :frames])
+                assert np.array_equal(np.float32(row["actions"]), made["actions"][i, :frames])
+                assert row["swaps"] == made["swaps"][i].tolist()
+                assert (row["num_swaps"], row["ball_slot"]) == (made["num_swaps"][i], made["ball_slot"][i])
+
+
+def test_columns_and_names(built, tmp_path):
+    words = load(built, "s5_generators", "test_512", tmp_path / "cache")
+    assert words.column_names == ["input_ids", "labels"]
+    names = words.features["labels"].feature
+    assert names.num_classes == 120 and names.int2str(24) == "1 0 2 3 4"
+    episodes = load(built, "shell", "test_standard", tmp_path / "cache")
+    assert episodes.column_names == ["observations", "actions", "num_swaps", "swaps", "ball_slot"]
+
+
+def test_streaming(built):
+    stream = load_dataset(str(built), "shell", split="test_extended", streaming=True)
+    assert sum(1 for _ in stream) == 6
+    assert len(next(iter(stream))["observations"]) == 405
+
+
+def test_the_reader_makes_tensors(built, tmp_path):
+    task = make_task("shell", test_size=6)
+    columns = read_columns(load(built, "shell", "train", tmp_path / "cache"))
+    made = task.rows("train", 0, 20)
+    for name in ("observations", "actions", "swaps", "num_swaps", "ball_slot"):
+        assert torch.equal(columns[name], torch.from_numpy(made[name]).to(columns[name].dtype))
+    part = load(built, "shell", "train", tmp_path / "cache").select(range(5, 9))
+    assert torch.equal(read_columns(part)["observations"], columns["observations"][5:9])
+
+
+def test_the_reader_packs_what_differs_in_length(built, tmp_path):
+    task = make_task("shell_jitter", test_size=6, packed=True)
+    columns = read_columns(load(built, "shell_jitter", "test_32", tmp_path / "cache"))
+    expected = task.model_inputs(task.rows("test_32", 0, 6))
+    assert torch.equal(columns["observations"], expected["observations"])
+    assert torch.equal(columns["cu_seqlens"], expected["cu_seqlens"])
+
+
+def test_a_build_is_the_same_bit_for_bit(built, tmp_path):
+    building.build(tmp_path / "again", train_size=20, names=TASKS)
+    files = sorted(path.relative_to(built) for path in built.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*.*"))
+    assert sum(path.suffix == ".parquet" for path in files) == 8 + 6 + 10
+    for path in files:
+        assert (built / path).read_bytes() == (tmp_path / "again" / path).read_bytes(), path
+
+
+def test_the_card_is_valid(built):
+    card = DatasetCard.load(built / "README.md")
+    card_configs = {config["config_name"]: config["data_files"] for config in card.data.configs}
+    assert list(card_configs) == TASKS and card.data.license == "apache-2.0"
+    assert "episode.png" in card.text and (built / "episode.png").stat().st_size > 10_000
+    assert "--train_size 20 --tasks s5_generators shell shell_jitter" in card.text
+    for column in ("input_ids", "labels", "observations", "actions", "num_swaps", "swaps", "ball_slot"):
+        assert f"| `{column}` |" in card.text
+
+
+def test_a_stopped_build_goes_on(tmp_path, monkeypatch, capsys):
+    write, calls = building.pq.write_table, []
+
+    def full_disk(table, path, **kwargs):
+        calls.append(path)
+        if len(calls) == 5:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(table, path, **kwargs)
+
+    monkeypatch.setattr(building.pq, "write_table", full_disk)
+    arguments = [str(tmp_path / "out"), "--train_size", "20", "--tasks", *TASKS]
+    with pytest.raises(SystemExit) as stopped:
+        building.main(arguments)
+    assert stopped.value.code == 1 and "The disk is full" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert not list((tmp_path / "out").rglob("*.part*"))
+    whole = list((tmp_path / "out").rglob("*.parquet"))
+    assert len(whole) == 4
+    before = {path: path.stat().st_mtime_ns for path in whole}
+    building.main(arguments)
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    monkeypatch.setattr(building.pq, "write_table", write)
+    building.build(tmp_path / "fresh", train_size=20, names=TASKS)
+    for path in (tmp_path / "fresh").rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "fresh")).read_bytes()
+
+
+def test_a_killed_process_leaves_nothing_that_looks_whole(tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "mamba3_nplr.datasets_scripts.build", str(out), "--tasks", "shell"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not list(out.glob("shell/*.parquet")):
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert not (out / "README.md").exists()
+    for path in out.glob("shell/[!.]*.parquet"):
+        assert building.pq.read_metadata(path).num_rows == 4096
+
+
+def test_folders_are_never_mixed(built, tmp_path):
+    with pytest.raises(ValueError, match="other settings .train_size there: 20, now: 30"):
+        building.build(built, train_size=30, names=TASKS)
+    with pytest.raises(ValueError, match="other settings .tasks there"):
+        building.build(built, train_size=20, names=["z5"])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and holds no build"):
+        building.build(tmp_path / "mine", train_size=20, names=TASKS)
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    settings = json.loads((built / "build.json").read_text())
+    assert settings["train_size"] == 20 and settings["tasks"] == TASKS
+
+
+BAD = {"task='s6' is unknown": ["--tasks", "s6"], "train_size=-5": ["--train_size", "-5"]}
+
+
+@pytest.mark.parametrize(("message", "arguments"), BAD.items())
+def test_bad_arguments_of_the_command(message, arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        building.main([str(tmp_path / "out"), *arguments])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["s5_generators", "shell", "shell_jitter"])
+def test_show_draws_and_prints(name, tmp_path, capsys):
+    showing.main([name, "--index", "3", "--out", str(tmp_path / "picture.png")])
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    showing.main([name, "--index", "3", "--split", "train"])
+    text = capsys.readouterr().out
+    row = make_task(name).rows("train", 3, 4)
+    if name == "s5_generators":
+        assert text.splitlines()[-1].endswith(f"({row['labels'][0, -1]})")
+    else:
+        assert text.splitlines()[-1].endswith(f"reach for slot {row['ball_slot'][0]}")
+
+
+@pytest.mark.parametrize("name", ["shell", "shell_jitter"])
+def test_the_drawn_path_is_that_of_the_tracking_demonstrator(name):
+    for index in range(30):
+        row = showing.one_row(make_task(name), "validation", index)
+        assert np.array_equal(showing.ball_path(row), row["actions"][:, 0])
+
+
+def test_show_refuses_what_is_not_there(capsys):
+    for arguments, message in [
+        (["shel"], "task='shel' is unknown"),
+        (["z5", "--index", "-1"], "index=-1"),
+        (["z5", "--split", "test_7"], "split='test_7' is unknown"),
+        (["z5", "--index", "512"], "are not in validation, which has 512"),
+    ]:
+        with pytest.raises(SystemExit):
+            showing.main(arguments)
+        assert message in capsys.readouterr().err
