@@ -49,10 +49,14 @@ class HeadMixin:
 
     def encode(self, attention_mask, position_ids, cu_seqlens, **inputs) -> tuple[ModelOutput, Sequences]:
         """Runs the base model; also returns where the sequences lie."""
-        size = next((x.shape[:2] for x in inputs.values() if torch.is_tensor(x)), (0, 0))
+        size = next((x.shape[:2] for x in inputs.values() if torch.is_tensor(x)), None)
         cu_seqlens = take_packing(cu_seqlens, inputs)
-        sequences = find_sequences(*size, attention_mask, position_ids, cu_seqlens)
-        return self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, **inputs), sequences
+        sequences = Sequences(None, None)
+        # Without any input there is nothing to find, and the model says what is missing.
+        if size is not None:
+            sequences = find_sequences(*size, attention_mask, position_ids, cu_seqlens)
+        outputs = self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, return_dict=True, **inputs)
+        return outputs, sequences
 
     def get_input_embeddings(self):
         return self.model.get_input_embeddings()
@@ -105,10 +109,9 @@ class SequenceClassificationMixin(HeadMixin):
         hidden_states = outputs.last_hidden_state
         if hidden_states.shape[1] == 0:
             raise ValueError("The sequence is empty: sequence classification needs at least one position.")
-        if valid is None and input_ids is not None and self.config.pad_token_id is not None:
+        if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             valid = input_ids != self.config.pad_token_id
-        last = last_positions(hidden_states, valid, cu_seqlens)
-        logits = self.score(hidden_states[last])
+        logits = self.score(last_token(hidden_states, valid, cu_seqlens))
 
         loss, prefix_logits = None, None
         by_prefix = labels is not None and self.labels_every_prefix(labels, logits, hidden_states)
@@ -155,18 +158,18 @@ class SequenceClassificationMixin(HeadMixin):
         return shapes[tuple(labels.shape)]
 
 
-def last_positions(
+def last_token(
     hidden_states: torch.Tensor, valid: torch.Tensor | None, cu_seqlens: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the last token of each sequence; of position 0 where a row is all padding, which reads as 0."""
-    batch, length = hidden_states.shape[:2]
-    device = hidden_states.device
+) -> torch.Tensor:
+    """The hidden state of the last token of each sequence, (sequences, hidden_size); 0 for one that has no token."""
     if cu_seqlens is not None:
-        return torch.zeros_like(cu_seqlens[1:]), (cu_seqlens[1:] - 1).clamp(min=0)
-    rows = torch.arange(batch, device=device)
+        last = hidden_states[0, (cu_seqlens[1:] - 1).clamp(min=0)]
+        return last.masked_fill((cu_seqlens.diff() == 0)[:, None], 0.0)
     if valid is None:
-        return rows, torch.full_like(rows, length - 1)
-    return rows, (valid * torch.arange(length, device=device)).argmax(-1)
+        return hidden_states[:, -1]
+    rows, length = torch.arange(len(valid), device=valid.device), valid.shape[1]
+    # Where a row is all padding this is position 0, which then reads as 0.
+    return hidden_states[rows, (valid * torch.arange(length, device=valid.device)).argmax(-1)]
 
 
 class TokenClassificationMixin(HeadMixin):

@@ -40,6 +40,8 @@ def classification_loss(
     counted = labels != IGNORED
     if valid is not None:
         counted = counted & valid[..., None]
+    # Left out before and not after: what is not a number there would reach the gradient.
+    labels = labels.masked_fill(~counted, 0.0)
     if problem_type == "regression":
         each = F.mse_loss(logits, labels, reduction="none")
     else:
@@ -71,7 +73,9 @@ def behavior_cloning_loss(
     if valid is not None:
         counted = counted & valid[..., None]
     weight = torch.where(cue > 0.5, cue_weight, 1.0).to(actions.dtype)
-    each = (weight[..., None] * (actions - labels).square()).masked_fill(~counted, 0.0)
+    # Left out before and not after: what is not a number there would reach the gradient.
+    each = weight[..., None] * (actions - labels.masked_fill(~counted, 0.0)).square()
+    each = each.masked_fill(~counted, 0.0)
     if episode is None:
         return divide(each.sum(), counted, num_items_in_batch)
     episodes = int(episode.max()) + 1
@@ -83,6 +87,4 @@ def behavior_cloning_loss(
 
 def divide(total: torch.Tensor, counted: torch.Tensor, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:
     number = counted.sum() if num_items_in_batch is None else num_items_in_batch
-    if torch.is_tensor(number):
-        number = number.to(total.device).clamp(min=1)
-    return total / number
+    return total / (number.to(total.device).clamp(min=1) if torch.is_tensor(number) else max(number, 1))

@@ -172,22 +172,27 @@ class Mamba3NPLRModel(Mamba3NPLRPreTrainedModel):
         if name == "input_ids":
             check_tokens(values, self.config.vocab_size)
             values = self.embed_tokens(values)
-        elif name == "observations":
+        if name == "observations":
             check_observations(values, self.config.observation_size, mask)
-            values = self.embed_observations(values)
-        return values if mask is None else values.masked_fill(~mask[..., None], 0.0)
+        if mask is not None:
+            # Before the map of observations: what is not a number there would reach the gradient of its weight.
+            values = values.masked_fill(~mask[..., None], 0.0)
+        return self.embed_observations(values) if name == "observations" else values
 
     def prepare_cache(self, cache: Cache | None, use_cache: bool | None, rows: int) -> Cache | None:
         """The given cache once checked, or a new one if the caller wants the state back."""
+        checkpointing = self.gradient_checkpointing and self.training
         if cache is not None:
+            if checkpointing:
+                raise ValueError(
+                    "past_key_values cannot be used with gradient checkpointing in training: the backward pass runs "
+                    "the blocks again, and would write the state again."
+                )
             check_cache(cache, len(self.layers), self.layers[0].mixer.state_shapes(rows))
             return cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if use_cache and self.gradient_checkpointing and self.training:
-            # The backward pass runs the blocks again, and would write the state again.
-            use_cache = False
-        return DynamicCache(config=self.config) if use_cache else None
+        return DynamicCache(config=self.config) if use_cache and not checkpointing else None
 
 
 class Mamba3NPLRForSequenceClassification(SequenceClassificationMixin, Mamba3NPLRPreTrainedModel):

@@ -9,7 +9,7 @@ import torch
 class SequenceRows(NamedTuple):
     """
     How the tokens of a (batch, length) array lie in (rows, width): each row holds one sequence from its first slot on.
-    Sequences so laid out meet the same chunks as they would alone, which makes padding exact to the last bit.
+    Sequences so laid out meet the same chunks as they would alone, so that padding does not even change the rounding.
     """
 
     token: torch.Tensor  # (rows, width) index into the flattened tokens
@@ -44,10 +44,15 @@ def expand_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def rows_from_mask(mask: torch.Tensor) -> SequenceRows:
     """One row for each row of a (batch, length) mask, its tokens moved to the front in their order."""
     mask = mask.bool()
-    batch, length = mask.shape
+    (batch, length), lengths = mask.shape, mask.sum(1)
     order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)
-    offset = torch.arange(batch, device=mask.device)[:, None] * length
-    return SequenceRows(order + offset, torch.argsort(order, dim=1) + offset, mask.sum(1), mask)
+    place = torch.argsort(order, dim=1)
+    row = torch.arange(batch, device=mask.device)[:, None]
+    width = length
+    # The longest sequence would do; a graph or an accelerator, which cannot look, takes the whole length.
+    if mask.is_cpu and mask.numel() and not torch.compiler.is_compiling():
+        width = max(int(lengths.max()), 1)
+    return SequenceRows(order[:, :width] + row * length, place.clamp(max=width - 1) + row * width, lengths, mask)
 
 
 def rows_from_cu_seqlens(cu_seqlens: torch.Tensor) -> SequenceRows:

@@ -22,7 +22,10 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
         ({}, "Exactly one of input_ids, inputs_embeds and observations is needed; given: none"),
         ({"input_ids": IDS, "inputs_embeds": NAN}, "given: input_ids, inputs_embeds"),
         ({"input_ids": IDS + 6}, "input_ids hold 14; with vocab_size=11 they must be 0 to 10"),
+        ({"input_ids": IDS + 3}, "input_ids hold 11; with vocab_size=11 they must be 0 to 10"),
         ({"input_ids": IDS - 2}, "input_ids hold -1"),
+        ({"input_ids": IDS, "attention_mask": torch.ones(1, 4)}, r"attention_mask has shape \(1, 4\).*\(2, 4\)"),
+        ({"input_ids": IDS[:1], "cu_seqlens": torch.tensor(4)}, r"cu_seqlens has shape \(\)"),
         ({"observations": NAN}, "observations need input_type='observations'; this model has input_type='tokens'"),
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 3)}, r"attention_mask has shape \(2, 3\).*\(2, 4\)"),
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 4, 4)}, "attention_mask has shape"),
@@ -142,3 +145,22 @@ def test_a_truncated_weights_file_is_refused(tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(OSError, match="damaged or only partly there"):
         Mamba3NPLRModel.from_pretrained(tmp_path)
+
+
+def test_keywords_of_transformers_are_tolerated():
+    keywords = {"cache_position": torch.arange(4), "logits_to_keep": 1, "output_attentions": False}
+    assert build(Mamba3NPLRModel)(IDS, **keywords).last_hidden_state.shape == (2, 4, 12)
+
+
+@torch.no_grad()
+def test_every_layer_of_a_cache_is_checked():
+    model = build(Mamba3NPLRModel)
+    cache = model(IDS).past_key_values
+    cache.layers[1] = model(IDS[:1]).past_key_values.layers[1]
+    with pytest.raises(ValueError, match="in layer 1"):
+        model(IDS, past_key_values=cache)
+
+
+def test_a_head_without_input_says_so():
+    with pytest.raises(ValueError, match="Exactly one of input_ids"):
+        build(Mamba3NPLRForSequenceClassification)(attention_mask=torch.ones(2, 4))

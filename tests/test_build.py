@@ -16,15 +16,9 @@ from mamba3_nplr.datasets_scripts import show as showing
 from mamba3_nplr.datasets_scripts.columns import read_columns
 from mamba3_nplr.datasets_scripts.tasks import make_task
 
+pytestmark = pytest.mark.usefixtures("small_test_sets")
+
 TASKS = ["s5_generators", "shell", "shell_jitter"]
-
-
-@pytest.fixture(autouse=True)
-def small_test_sets(monkeypatch):
-    """The paper's sets at a few rows each; what is tested does not depend on their number."""
-    small = {name: make_task(name, test_size=6) for name in TASKS}
-    monkeypatch.setattr(building, "make_task", lambda name: small[name] if name in small else make_task(name))
-    monkeypatch.setattr(building, "ROWS_IN_FILE", {"words": 100, "episodes": 8})
 
 
 @pytest.fixture

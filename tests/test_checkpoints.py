@@ -134,11 +134,6 @@ def test_a_base_model_loads_from_a_head(tmp_path):
         assert torch.equal(base(observations=OBSERVATIONS).last_hidden_state, expected)
 
 
-def test_only_the_main_process_writes_code(tmp_path):
-    build(Mamba3NPLRModel).save_pretrained(tmp_path / "folder", is_main_process=False)
-    assert not list((tmp_path / "folder").glob("*.py"))
-
-
 def test_large_models_are_sharded(tmp_path):
     model = build(Mamba3NPLRModel, dtype=torch.float32)
     model.save_pretrained(tmp_path, max_shard_size="5KB")
@@ -153,3 +148,24 @@ def test_weights_of_a_checkpoint_carry_the_names_of_the_contract(tmp_path):
     assert {"layers.0.mixer.in_proj.weight", "layers.1.mixer.k_proj.weight", "layers.0.mixer.B_norm.weight"} <= set(
         names
     )
+
+
+def test_registering_for_an_auto_class_leaves_the_checkpoint_as_it_is(tmp_path):
+    Mamba3NPLRConfig.register_for_auto_class()
+    Mamba3NPLRModel.register_for_auto_class("AutoModel")
+    build(Mamba3NPLRModel).save_pretrained(tmp_path / "after")
+    assert Mamba3NPLRConfig._auto_class is None and Mamba3NPLRModel._auto_class is None
+
+
+def test_pushing_goes_through_push_to_hub_once_and_by_the_main_process(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(Mamba3NPLRModel, "push_to_hub", lambda self, name, **kwargs: pushed.append((name, kwargs)))
+    model = build(Mamba3NPLRModel)
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/mine", private=True, token="t")
+    model.save_pretrained(tmp_path, push_to_hub=True, is_main_process=False)
+    assert pushed == [("me/mine", {"token": "t", "private": True})]
+
+
+def test_only_the_main_process_writes(tmp_path):
+    build(Mamba3NPLRModel).save_pretrained(tmp_path / "folder", is_main_process=False)
+    assert not list((tmp_path / "folder").glob("*.py")) and not list((tmp_path / "folder").glob("config.json"))

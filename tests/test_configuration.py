@@ -72,6 +72,11 @@ def test_every_field_is_documented():
         ("dt_min", 0.5, "at most dt_max=0.1"),
         ("chunk_size", 0, "at least 1"),
         ("label_smoothing", 1.0, "below 1"),
+        ("label_smoothing", -0.1, "at least 0"),
+        ("a_min", -0.1, "at least 0"),
+        ("dt_min", 0, "above 0"),
+        *((name, 0, "at least 1") for name in ("num_hidden_layers", "state_size", "head_dim", "expand")),
+        *((name, 0, "at least 1") for name in ("observation_size", "action_size", "format_version")),
     ],
 )
 def test_a_wrong_value_names_field_value_and_what_is_allowed(field, value, allowed):
@@ -117,3 +122,20 @@ def test_round_trip(tmp_path):
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert type(loaded) is Mamba3NPLRConfig
     assert loaded.to_dict() | {"_name_or_path": ""} == config.to_dict() | {"_name_or_path": ""}
+
+
+def test_rope_pairs_without_rope():
+    with pytest.raises(Exception, match="num_rope_pairs=-1 is not allowed: it must be at least 0"):
+        Mamba3NPLRConfig(use_rope=False, num_rope_pairs=-1)
+
+
+def test_defaults_of_training():
+    config = Mamba3NPLRConfig()
+    assert (config.residual, config.episode_loss, config.label_smoothing, config.use_cache) == (False, False, 0, True)
+    assert config.input_type == "tokens" and config.vocab_size == 128
+    assert config.keys_to_ignore_at_inference == ["past_key_values"]
+
+
+def test_keywords_that_transformers_keeps_in_configurations_are_accepted():
+    config = Mamba3NPLRConfig(max_length=7, _attn_implementation="eager", _some_private_mark=1)
+    assert config.num_heads == 16

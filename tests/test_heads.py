@@ -9,7 +9,8 @@ from mamba3_nplr import (
     Mamba3NPLRForSequenceClassification,
     Mamba3NPLRForTokenClassification,
 )
-from model_cases import build, tokens
+from mamba3_nplr.modeling import model_inputs
+from model_cases import build, small_config, tokens
 from scan_cases import error
 
 
@@ -233,14 +234,171 @@ def test_a_refused_observation_leaves_the_policy_as_it_was():
         assert torch.equal(model.policy_cache.get_recurrent_state(0), kept)
 
 
-def test_behavior_cloning_leaves_the_configuration_of_others_alone():
-    model = policy()
-    other = Mamba3NPLRForSequenceClassification(model.config.__class__())
-    assert other.config.input_type == "tokens"
-    assert model.config.input_type == model.model.config.input_type == "observations"
-
-
 def test_labels_need_the_cue():
     model = policy()
     with pytest.raises(ValueError, match="labels need observations"):
         model(inputs_embeds=torch.randn(1, 3, 12, dtype=torch.float64), labels=torch.zeros(1, 3, 2))
+
+
+def test_labels_of_minus_100_and_padding_are_outside_the_other_losses():
+    for problem_type, measure in (
+        ("regression", F.mse_loss),
+        ("multi_label_classification", F.binary_cross_entropy_with_logits),
+    ):
+        model = classifier(problem_type=problem_type)
+        labels = torch.randint(0, 2, (2, 6, 5)).double()
+        labels[0, 2, 1:] = -100
+        mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+        result = model(tokens(2, 6), labels=labels, attention_mask=mask)
+        counted = (labels != -100) & mask.bool()[..., None]
+        assert error(result.loss, measure(result.prefix_logits[counted], labels[counted])) < 1e-12
+
+
+def test_token_labels_at_padding_do_not_count():
+    model = build(Mamba3NPLRForTokenClassification, label_smoothing=0.1)
+    ids, labels = tokens(2, 6), torch.randint(0, 5, (2, 6))
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    result = model(ids, labels=labels, attention_mask=mask)
+    counted = mask.bool()
+    wanted = F.cross_entropy(result.logits[counted], labels[counted], label_smoothing=0.1)
+    assert error(result.loss, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("make", [classifier, lambda: build(Mamba3NPLRForTokenClassification)])
+def test_a_batch_without_labels_has_loss_zero(make):
+    assert make()(tokens(2, 6), labels=torch.full((2, 6), -100)).loss == 0
+
+
+def test_episodes_without_frames_do_not_count():
+    model = policy(episode_loss=True)
+    observations, labels = episodes(batch=2)
+    mask = torch.tensor([[1] * 7, [0] * 7])
+    alone = model(observations[:1], labels=labels[:1]).loss
+    assert error(model(observations, labels=labels, attention_mask=mask).loss, alone) < 1e-12
+
+
+def test_the_cue_is_on_above_one_half():
+    model = policy()
+    observations, labels = episodes()
+    observations[..., -1] = 0.4
+    result = model(observations, labels=labels)
+    assert error(result.loss, (result.actions - labels).square().mean()) < 1e-12
+
+
+def test_the_loss_of_half_precision_logits_is_float32():
+    model = build(Mamba3NPLRForTokenClassification, dtype=torch.float32).bfloat16()
+    ids, labels = tokens(2, 6), torch.randint(0, 5, (2, 6))
+    result = model(ids, labels=labels)
+    assert result.loss.dtype == torch.float32
+    assert error(result.loss, F.cross_entropy(result.logits.float().flatten(0, 1), labels.flatten())) < 1e-6
+
+
+@torch.no_grad()
+def test_the_pad_token_means_nothing_where_a_mask_is_given():
+    model = classifier(pad_token_id=0)
+    ids = torch.tensor([[3, 4, 5, 0, 0], [3, 4, 5, 6, 7]])
+    result = model(ids, attention_mask=torch.tensor([[1] * 5, [1] * 4 + [0]]), output_prefix_logits=True)
+    assert torch.equal(result.logits[0], result.prefix_logits[0, 4])
+
+
+@torch.no_grad()
+def test_the_first_components_of_the_output_map_are_the_action():
+    model = policy()
+    observations, _ = episodes()
+    hidden = model.model(observations=observations).last_hidden_state
+    assert error(model(observations).actions, hidden @ model.action_head.weight[:2].T) < 1e-12
+
+
+def test_behavior_cloning_leaves_the_given_configuration_alone():
+    config = small_config()
+    model = Mamba3NPLRForBehaviorCloning(config)
+    assert config.input_type == "tokens" and model.config.input_type == "observations"
+
+
+@torch.no_grad()
+def test_a_nan_observation_is_refused_on_any_device(monkeypatch):
+    """The policy checks by itself: the model's own check does not look into tensors of accelerators."""
+    monkeypatch.setattr(model_inputs, "can_look_into", lambda x: False)
+    with pytest.raises(ValueError, match="observation holds a number that is not finite"):
+        policy().select_action(torch.full((16,), float("nan")))
+
+
+def test_a_policy_keeps_no_graph():
+    model = policy()
+    action = model.select_action(torch.zeros(16))
+    assert not action.requires_grad
+    assert not model.policy_cache.get_recurrent_state(0).requires_grad
+
+
+def test_demonstrations_of_another_shape_are_refused():
+    observations, labels = episodes()
+    with pytest.raises(ValueError, match=r"labels have shape \(3, 7, 1\); they must be \(3, 7, 2\)"):
+        policy()(observations, labels=labels[..., :1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens_q"])
+def test_heads_understand_every_way_of_packing(by):
+    model = classifier()
+    first, second = tokens(1, 4), tokens(1, 7)
+    packing = {"cu_seq_lens_q": torch.tensor([0, 4, 11])}
+    if by == "position_ids":
+        packing = {by: torch.cat([torch.arange(4), torch.arange(7)])[None]}
+    expected = torch.cat([model(first).logits, model(second).logits])
+    assert error(model(torch.cat([first, second], 1), **packing).logits, expected) < 1e-12
+
+
+@torch.no_grad()
+def test_an_action_may_be_wider_than_an_observation():
+    model = policy(observation_size=3, action_size=5)
+    assert model(torch.randn(2, 4, 3, dtype=torch.float64)).actions.shape == (2, 4, 5)
+
+
+def test_floating_labels_are_multi_label_by_default():
+    model = classifier()
+    labels = torch.randint(0, 2, (3, 5)).double()
+    result = model(tokens(3, 6), labels=labels)
+    assert error(result.loss, F.binary_cross_entropy_with_logits(result.logits, labels)) < 1e-12
+
+
+def test_one_label_for_a_sequence_of_one_position():
+    """(batch, 1) is then both shapes; it is read as one label for each sequence."""
+    result = classifier(num_labels=1)(tokens(3, 1), labels=torch.randn(3, 1))
+    assert result.prefix_logits is None
+
+
+@pytest.mark.parametrize("where", ["observations", "labels"])
+def test_gradients_are_finite_whatever_stands_in_the_padding(where):
+    model = policy()
+    observations, labels = episodes(batch=2)
+    (observations if where == "observations" else labels)[1, 4:] = float("nan")
+    model(observations, labels=labels, attention_mask=torch.tensor([[1] * 7, [1] * 4 + [0] * 3])).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@torch.no_grad()
+def test_a_mask_without_padding_is_a_mask():
+    model = classifier(pad_token_id=0)
+    ids = torch.tensor([[3, 4, 5, 0, 0], [3, 4, 5, 6, 7]])
+    result = model(ids, attention_mask=torch.ones(2, 5), output_prefix_logits=True)
+    assert torch.equal(result.logits[0], result.prefix_logits[0, 4])
+
+
+@torch.no_grad()
+def test_an_empty_packed_sequence_has_zero_logits():
+    for bounds in ([0, 0, 6], [0, 4, 4, 6]):
+        logits = classifier()(tokens(1, 6), cu_seqlens=torch.tensor(bounds)).logits
+        assert not logits[-2 if len(bounds) == 4 else 0].any()
+
+
+def test_the_configuration_may_ask_for_tuples():
+    model = classifier(return_dict=False)
+    assert isinstance(model(tokens(2, 3)), tuple)
+    acting = policy(return_dict=False)
+    assert acting.select_action(torch.zeros(16)).shape == (2,)
+
+
+@pytest.mark.parametrize("items", [0, torch.tensor(0)])
+def test_no_items_at_all_give_a_loss_of_zero(items):
+    labels = torch.full((2, 6), -100)
+    assert classifier()(tokens(2, 6), labels=labels, num_items_in_batch=items).loss == 0

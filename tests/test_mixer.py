@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
+from mamba3_nplr.modeling import mixer_mamba3
 from mamba3_nplr.modeling.mixer_mamba3 import accumulate_phase
 from model_cases import OPTIONS, build, small_config
+from scan_cases import error
 from torch.nn.functional import softplus
 
 
@@ -162,3 +164,74 @@ def test_the_phase_loses_no_digits_over_long_sequences():
     assert (turns - turns.round()).abs().max() < 1e-7
     assert turns.max() > 700
     assert torch.equal(theta[:, -1], last)
+
+
+def test_smooth_decay_has_a_lower_bound():
+    mixer = build(Mamba3NPLRModel, a_min=0.01).layers[0].mixer
+    rates = mixer.decay_rate(torch.tensor([-50.0, 50.0]))
+    assert torch.equal(rates, torch.tensor([0.01, 50.0]))
+
+
+@torch.no_grad()
+def test_the_mixer_skips_padding_whatever_stands_there():
+    mixer = build(Mamba3NPLRModel).layers[0].mixer
+    x = torch.randn(1, 9, 12, dtype=torch.float64)
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0]]).bool()
+    found, state = mixer(x, mask=mask)
+    expected, expected_state = mixer(x[mask][None])
+    assert error(found[mask][None], expected) < 1e-12
+    assert not found[~mask].any()
+    assert all(error(a, b) < 1e-12 for a, b in zip(state, expected_state, strict=True))
+
+
+@torch.no_grad()
+def test_an_empty_piece_keeps_every_part_of_the_state():
+    mixer = build(Mamba3NPLRModel).layers[0].mixer
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    _, state = mixer(x)
+    output, after = mixer(x[:, :0], state)
+    assert output.shape == (2, 0, 12)
+    assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))
+
+
+@torch.no_grad()
+def test_gates_of_a_half_precision_mixer_are_float32(monkeypatch):
+    mixer, seen = build(Mamba3NPLRModel, "learned_state", dtype=torch.bfloat16).layers[0].mixer, {}
+
+    def record(*positional, initial_state, **named):
+        seen.update(named, initial_h=initial_state.h)
+        return scan(*positional, initial_state=initial_state, **named)
+
+    scan = mixer_mamba3.scan
+    monkeypatch.setattr(mixer_mamba3, "scan", record)
+    mixer(torch.randn(1, 6, 12, dtype=torch.bfloat16))
+    assert all(seen[name].dtype == torch.float32 for name in ("carry", "k", "reflection", "initial_h"))
+    # Normalised in bfloat16 the length of k would be off by 2^-9.
+    assert (seen["k"].norm(dim=-1) - 1).abs().max() < 1e-6
+    assert seen["chunk_size"] == 4 and seen["backend"] == "auto"
+
+
+@torch.no_grad()
+def test_mixed_options_of_the_decay():
+    mixer = build(Mamba3NPLRModel, gate_form="exact", decay_activation="heavy_tail").layers[0].mixer
+    rate = torch.zeros(6, dtype=torch.float64) - mixer.A_bias
+    assert error(mixer.decay_rate(rate), torch.full((6,), 0.95, dtype=torch.float64)) < 1e-12
+
+
+@torch.no_grad()
+def test_the_length_of_k_before_normalisation_does_not_matter():
+    mixer = build(Mamba3NPLRModel).layers[0].mixer
+    x = torch.randn(1, 6, 12, dtype=torch.float64)
+    expected, _ = mixer(x)
+    mixer.k_proj.weight.mul_(1e-6)
+    assert error(mixer(x)[0], expected) < 1e-10
+
+
+def test_step_sizes_start_where_the_configuration_says():
+    mixer = Mamba3NPLRModel(small_config(dt_min=0.5, dt_max=0.5)).layers[0].mixer
+    torch.testing.assert_close(softplus(mixer.dt_bias), torch.full((6,), 0.5))
+
+
+def test_the_learned_state_starts_with_columns_of_length_one():
+    h0 = Mamba3NPLRModel(Mamba3NPLRConfig(initial_state="learned")).layers[0].mixer.h0
+    assert 0.9 < h0.square().sum(1).mean() < 1.1

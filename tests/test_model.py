@@ -164,8 +164,9 @@ def test_packed_sequences_continue_from_a_cache():
     assert error(packed.last_hidden_state.reshape(2, 6, -1), expected) < 1e-10
 
 
-def test_gradients_flow_through_the_cache():
-    model = build(Mamba3NPLRModel)
+@pytest.mark.parametrize("backend", ["chunkwise", "reference"])
+def test_gradients_flow_through_the_cache(backend):
+    model = build(Mamba3NPLRModel, scan_backend=backend)
     ids = tokens(2, 9)
 
     def gradients(pieces):
@@ -369,3 +370,62 @@ def test_initialisation_does_not_depend_on_the_meta_device(tmp_path):
     for name, parameter in loaded.named_parameters():
         assert parameter.isfinite().all() and parameter.std() < 10, name
     assert torch.equal(loaded.model.layers[0].mixer.h0, model.model.layers[0].mixer.h0)
+
+
+@torch.no_grad()
+def test_blocks_follow_each_other_with_or_without_their_input():
+    for residual in (False, True):
+        model = build(Mamba3NPLRModel, residual=residual)
+        x = torch.randn(2, 7, 12, dtype=torch.float64)
+        found = model(inputs_embeds=x).last_hidden_state
+        for layer in model.layers:
+            x = residual * x + layer.mixer(x)[0]
+        assert error(found, x) < 1e-12
+
+
+def test_no_cache_under_gradient_checkpointing():
+    model = build(Mamba3NPLRModel).train()
+    assert model(tokens(1, 3), use_cache=True).past_key_values is not None
+    model.gradient_checkpointing_enable()
+    assert model(tokens(1, 3), use_cache=True).past_key_values is None
+    assert model.eval()(tokens(1, 3), use_cache=True).past_key_values is not None
+
+
+def test_the_configuration_can_switch_the_cache_off():
+    model = build(Mamba3NPLRModel, use_cache=False)
+    assert model(tokens(1, 3)).past_key_values is None
+    assert model(tokens(1, 3), use_cache=True).past_key_values is not None
+
+
+@pytest.mark.parametrize("option", ["paper", "residual"])
+@torch.no_grad()
+def test_every_hidden_state_is_zero_at_padding(option):
+    model = build(Mamba3NPLRModel, option)
+    mask = torch.tensor([[1] * 5, [0] * 2 + [1] * 3])
+    result = model(tokens(2, 5), attention_mask=mask, output_hidden_states=True)
+    assert len(result.hidden_states) == 3
+    assert not any(x[mask == 0].any() for x in result.hidden_states)
+
+
+def test_the_dtype_is_that_of_the_projections(tmp_path):
+    """Without embeddings the first parameter is dt_bias, which stays float32."""
+    build(Mamba3NPLRModel, input_type="embeddings", dtype=torch.float32).save_pretrained(tmp_path)
+    model = Mamba3NPLRModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert next(model.parameters()).dtype == torch.float32
+    assert model.dtype == torch.bfloat16
+
+
+def test_cu_seqlens_win_over_the_bounds_of_a_collator():
+    model = build(Mamba3NPLRModel)
+    ids, mine, other = tokens(1, 9), torch.tensor([0, 4, 9]), torch.tensor([0, 2, 9])
+    found = model(ids, cu_seqlens=mine, cu_seq_lens_q=other).last_hidden_state
+    assert torch.equal(found, model(ids, cu_seqlens=mine).last_hidden_state)
+
+
+def test_a_given_cache_is_refused_under_gradient_checkpointing():
+    """transformers would leave it out with a warning, and the state would be lost."""
+    model = build(Mamba3NPLRModel).train()
+    cache = model(tokens(1, 3), use_cache=True).past_key_values
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="past_key_values cannot be used with gradient checkpointing"):
+        model(tokens(1, 3), past_key_values=cache)

@@ -4,7 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from mamba3_nplr.modeling.scan import BACKENDS, scan, select_backend
+import torch.nn.functional as F
+from mamba3_nplr.modeling.scan import BACKENDS, Backend, scan, select_backend
 from mamba3_nplr.modeling.scan_definition import ScanInputs, ScanState
 from scan_cases import error, hard_inputs, scan_inputs, scan_state, with_grad
 
@@ -296,3 +297,45 @@ def test_backends_are_chosen_in_one_place():
     device = torch.device("cpu")
     assert select_backend("auto", device) is BACKENDS["chunkwise"]
     assert select_backend("reference", device) is BACKENDS["reference"]
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "broken", Backend(BACKENDS["reference"].run, lambda device: f"no {device} kernel"))
+    with pytest.raises(ValueError, match="'broken' cannot run: no cpu kernel. These can: reference, chunkwise.$"):
+        select_backend("broken", torch.device("cpu"))
+    with pytest.raises(ValueError, match="can run: reference, chunkwise.$"):
+        select_backend("brokn", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_float64_coefficient_makes_the_scan_float64(backend):
+    inputs = scan_inputs()
+    state = ScanState(*(x.float() for x in scan_state(inputs)))
+    mixed = inputs._replace(u=inputs.u.float())
+    y, final = run(mixed, state, backend)
+    exact, _ = run(mixed._replace(u=mixed.u.double()), ScanState(*(x.double() for x in state)), backend)
+    assert y.dtype == torch.float32 and torch.equal(y, exact.float())
+    assert all(x.dtype == torch.float64 for x in final)
+
+
+def test_many_chunks_lose_no_digits():
+    inputs = hard_inputs(2000)
+    exact, _ = run(ScanInputs(*(x.double() for x in inputs)), backend="reference")
+    found, _ = run(inputs, chunk_size=2)
+    assert error(found, exact) < 1e-5
+
+
+def test_padding_up_to_a_power_of_two_changes_no_bit():
+    alone = scan_inputs(batch=1, length=9, n=16, channels=16)
+    y, final = run(alone)
+    for width in range(10, 17):
+        wide = ScanInputs(*(F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - 9)) for x in alone[:-1]), D=alone.D)
+        padded, final_padded = run(wide, mask=torch.arange(width)[None] < 9)
+        assert torch.equal(padded[:, :9], y) and torch.equal(final_padded.h, final.h)
+
+
+def test_the_last_packed_sequence_may_be_the_shortest():
+    packed = scan_inputs(batch=1, length=20)
+    found, _ = run(packed, cu_seqlens=torch.tensor([0, 13, 20]))
+    alone, _ = run(ScanInputs(*(x[:, 13:] for x in packed[:-1]), D=packed.D))
+    assert error(found[:, 13:], alone) < 1e-12
