@@ -49,12 +49,12 @@ class HeadMixin:
 
     def encode(self, attention_mask, position_ids, cu_seqlens, **inputs) -> tuple[ModelOutput, Sequences]:
         """Runs the base model; also returns where the sequences lie."""
-        size = next((x.shape[:2] for x in inputs.values() if torch.is_tensor(x)), None)
+        given = next((x for x in inputs.values() if torch.is_tensor(x)), None)
         cu_seqlens = take_packing(cu_seqlens, inputs)
         sequences = Sequences(None, None)
-        # Without any input there is nothing to find, and the model says what is missing.
-        if size is not None:
-            sequences = find_sequences(*size, attention_mask, position_ids, cu_seqlens)
+        # Without a batch there is nothing to find, and the model says what is missing.
+        if given is not None and given.dim() >= 2:
+            sequences = find_sequences(*given.shape[:2], attention_mask, position_ids, cu_seqlens)
         outputs = self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, return_dict=True, **inputs)
         return outputs, sequences
 

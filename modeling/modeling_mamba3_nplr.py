@@ -16,7 +16,7 @@ from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClass
 from .mixer_mamba3 import Mamba3Mixer, RMSNorm
 from .model_inputs import check_observations, check_tokens, find_sequences, refuse_unknown_keywords, take_packing
 from .recurrent_cache import check_cache, read_state, write_state
-from .scan import select_backend
+from .scan import check_backend_name
 from .self_contained import SelfContainedMixin
 
 
@@ -107,7 +107,7 @@ class Mamba3NPLRModel(Mamba3NPLRPreTrainedModel):
         super().__init__(config)
         # Fields may have been changed since the configuration was made.
         config.validate()
-        select_backend(config.scan_backend, torch.device("cpu"))
+        check_backend_name(config.scan_backend)
         if config.input_type == "tokens":
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         elif config.input_type == "observations":
@@ -149,6 +149,8 @@ class Mamba3NPLRModel(Mamba3NPLRPreTrainedModel):
             names = ", ".join(given) or "none"
             raise ValueError(f"Exactly one of input_ids, inputs_embeds and observations is needed; given: {names}.")
         [(name, values)] = given.items()
+        if values.dim() < 2:
+            raise ValueError(f"{name} have shape {tuple(values.shape)}; they must be (batch, length) or more.")
         batch, length = values.shape[:2]
         mask, cu_seqlens = find_sequences(batch, length, attention_mask, position_ids, cu_seqlens)
         hidden_states = self.embed(name, values, mask)

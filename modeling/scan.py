@@ -28,15 +28,19 @@ BACKENDS: dict[str, Backend] = {
 
 def select_backend(name: str, device: torch.device) -> Backend:
     """The backend called `name`, or for `"auto"` the fastest one that runs on `device`."""
+    check_backend_name(name)
     if name == "auto":
         return BACKENDS["chunkwise"]
-    usable = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
-    if name not in BACKENDS:
-        raise ValueError(f"scan_backend={name!r} is unknown. Here 'auto' and these can run: {', '.join(usable)}.")
     reason = BACKENDS[name].unavailable(device)
     if reason is not None:
+        usable = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
         raise ValueError(f"scan_backend={name!r} cannot run: {reason}. These can: {', '.join(usable)}.")
     return BACKENDS[name]
+
+
+def check_backend_name(name: str) -> None:
+    if name != "auto" and name not in BACKENDS:
+        raise ValueError(f"scan_backend={name!r} is unknown. It must be auto, or one of {', '.join(BACKENDS)}.")
 
 
 def scan(

@@ -48,18 +48,21 @@ class SelfContainedMixin:
         entries = {"AutoConfig": f"{config_module}.{cls.config_class.__name__}"}
         return entries | {auto: f"{model_module}.{name}" for auto, name in cls.auto_classes.items()}
 
-    def save_pretrained(self, save_directory, is_main_process: bool = True, push_to_hub: bool = False, **kwargs):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers, and in addition writes the code files."""
-        if push_to_hub:
-            repo_id = kwargs.pop("repo_id", Path(save_directory).name)
-            hub = {key: kwargs.pop(key) for key in ("commit_message", "create_pr", "private") if key in kwargs}
         self.config.auto_map = self.auto_map()
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
-            for file_name, source in source_files(type(self).__module__).items():
-                (Path(save_directory) / file_name).write_text(source, encoding="utf-8")
-        if push_to_hub and is_main_process:
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **hub)
+            self.write_code(save_directory)
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        # With push_to_hub=True transformers uploads from here what the save has written: the code has to be there.
+        self.write_code(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def write_code(self, folder) -> None:
+        for file_name, source in source_files(type(self).__module__).items():
+            (Path(folder) / file_name).write_text(source, encoding="utf-8")
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

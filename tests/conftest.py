@@ -27,6 +27,17 @@ def poisoned_buffers():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def small_test_sets(monkeypatch):
+    """Builds of datasets with a few rows in each test set; what is tested does not depend on their number."""
+    # Not needed by most tests, and slow to import.
+    from mamba3_nplr.datasets_scripts import build
+    from mamba3_nplr.datasets_scripts.tasks import make_task
+
+    monkeypatch.setattr(build, "make_task", lambda name: make_task(name, test_size=6))
+    monkeypatch.setattr(build, "ROWS_IN_FILE", {"words": 100, "episodes": 8})
+
+
 # Used by the tests of transformers; unknown markers are errors here.
 TRANSFORMERS_MARKERS = (
     "accelerate_tests",

@@ -21,6 +21,7 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     [
         ({}, "Exactly one of input_ids, inputs_embeds and observations is needed; given: none"),
         ({"input_ids": IDS, "inputs_embeds": NAN}, "given: input_ids, inputs_embeds"),
+        ({"input_ids": IDS[0]}, r"input_ids have shape \(4,\); they must be \(batch, length\)"),
         ({"input_ids": IDS + 6}, "input_ids hold 14; with vocab_size=11 they must be 0 to 10"),
         ({"input_ids": IDS + 3}, "input_ids hold 11; with vocab_size=11 they must be 0 to 10"),
         ({"input_ids": IDS - 2}, "input_ids hold -1"),

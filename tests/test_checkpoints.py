@@ -157,15 +157,6 @@ def test_registering_for_an_auto_class_leaves_the_checkpoint_as_it_is(tmp_path):
     assert Mamba3NPLRConfig._auto_class is None and Mamba3NPLRModel._auto_class is None
 
 
-def test_pushing_goes_through_push_to_hub_once_and_by_the_main_process(tmp_path, monkeypatch):
-    pushed = []
-    monkeypatch.setattr(Mamba3NPLRModel, "push_to_hub", lambda self, name, **kwargs: pushed.append((name, kwargs)))
-    model = build(Mamba3NPLRModel)
-    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/mine", private=True, token="t")
-    model.save_pretrained(tmp_path, push_to_hub=True, is_main_process=False)
-    assert pushed == [("me/mine", {"token": "t", "private": True})]
-
-
 def test_only_the_main_process_writes(tmp_path):
     build(Mamba3NPLRModel).save_pretrained(tmp_path / "folder", is_main_process=False)
     assert not list((tmp_path / "folder").glob("*.py")) and not list((tmp_path / "folder").glob("config.json"))

@@ -1,0 +1,186 @@
+"""The Hub: datasets and models pushed and pulled with the real client, over HTTP, against a server on this machine."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from hub_server import HubServer
+from mamba3_nplr.datasets_scripts.build import build
+
+TOKEN = "hf_right"
+
+DATASETS = textwrap.dedent(
+    """
+    import sys
+    from datasets import load_dataset
+    from huggingface_hub import HfApi, create_repo
+    from mamba3_nplr.datasets_scripts.tasks import make_task
+
+    out, api = sys.argv[1], HfApi()
+    create_repo("user/name", repo_type="dataset")
+    api.upload_folder(repo_id="user/name", repo_type="dataset", folder_path=out)
+
+    def check(rows, name, split):
+        made = make_task(name, test_size=6).rows(split, 0, 6)
+        rows = list(rows)
+        assert len(rows) == 6
+        for i, row in enumerate(rows):
+            assert set(row) <= set(made)
+            assert all(value == made[column][i].tolist() for column, value in row.items()), (name, split, i)
+
+    for name, split in (("z5", "test_64"), ("shell", "test_standard")):
+        whole = load_dataset("user/name", name, split=split)
+        assert whole.features == load_dataset(out, name, split=split).features
+        check(whole, name, split)
+        check(load_dataset("user/name", name, split=split, streaming=True), name, split)
+    assert len(load_dataset("user/name", "z5", split="train")) == 20
+
+    local = load_dataset(out, "z5", split="validation")
+    for _ in range(2):  # the second push replaces the first
+        local.push_to_hub("user/other", config_name="z5")
+        again = load_dataset("user/other", "z5", split="validation")
+        check(again, "z5", "validation")
+        assert again.features == local.features
+    """
+)
+
+REFUSED = textwrap.dedent(
+    """
+    import sys
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def refused(push):
+        try:
+            push()
+        except HfHubHTTPError as error:
+            assert error.response.status_code == 401, error
+            assert "Invalid credentials" in str(error) or "Invalid username" in str(error), error
+        else:
+            raise AssertionError("pushed without the right to")
+    """
+)
+
+REFUSED_DATASETS = REFUSED + textwrap.dedent(
+    """
+    from datasets import load_dataset
+
+    local = load_dataset(sys.argv[1], "z5", split="validation")
+    for token in ("hf_wrong", False):
+        for name in ("user/name", "user/never"):
+            folder = {"repo_id": name, "repo_type": "dataset", "folder_path": sys.argv[1], "path_in_repo": "sub"}
+            refused(lambda: HfApi(token=token).create_repo(name, repo_type="dataset"))
+            if name == "user/name":
+                refused(lambda: HfApi(token=token).upload_folder(**folder))
+            refused(lambda: local.push_to_hub(name, config_name="z5", token=token))
+    """
+)
+
+MODELS = REFUSED + textwrap.dedent(
+    """
+    import torch
+    from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "state_size": 6, "head_dim": 4}
+    model = Mamba3NPLRForSequenceClassification(Mamba3NPLRConfig(**sizes, num_rope_pairs=2, num_labels=5)).eval()
+    refused(lambda: model.push_to_hub("user/never", token="hf_wrong"))
+    refused(lambda: model.save_pretrained("kept", push_to_hub=True, repo_id="user/never", token="hf_wrong"))
+    model.push_to_hub("user/model")
+    model.save_pretrained("folder", push_to_hub=True, repo_id="user/model2")
+    model.save_pretrained("shards", push_to_hub=True, repo_id="user/shards", max_shard_size="5KB")
+    refused(lambda: model.push_to_hub("user/model", token="hf_wrong"))
+    ids = torch.randint(0, 11, (3, 9))
+    with torch.no_grad():
+        save_file({"ids": ids, "logits": model(ids).logits}, "expected.safetensors")
+    """
+)
+
+WITHOUT_THE_PACKAGE = textwrap.dedent(
+    """
+    import sys
+
+    class Blocker:
+        def find_spec(self, name, path=None, target=None):
+            if name.partition(".")[0] == "mamba3_nplr":
+                raise ModuleNotFoundError(name)
+
+    sys.meta_path.insert(0, Blocker())
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForSequenceClassification
+
+    expected = load_file("expected.safetensors")
+    for name in ("user/model", "user/model2"):
+        model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=True)
+        with torch.no_grad():
+            assert torch.equal(model(expected["ids"]).logits, expected["logits"]), name
+    model.push_to_hub("user/model3")
+    assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
+    """
+)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with HubServer(tmp_path / "hub", tokens={TOKEN: "user"}) as server:
+        yield server
+
+
+@pytest.fixture
+def run(hub, tmp_path):
+    """Runs a script in a process that knows no other Hub, with a home of its own each time."""
+
+    def run_script(script, *arguments):
+        home = tmp_path / f"home{len(list(tmp_path.glob('home*')))}"
+        environment = {
+            "HF_ENDPOINT": hub.url,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_TOKEN": TOKEN,
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin",
+        }
+        command = [sys.executable, "-c", script, *map(str, arguments)]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    return run_script
+
+
+def contents(hub):
+    """Every file the server keeps, to the byte."""
+    return {path: path.read_bytes() for path in hub.folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("small_test_sets")
+def test_datasets(hub, run, tmp_path):
+    out = tmp_path / "out"
+    build(out, train_size=20, names=["z5", "shell"])
+    run(DATASETS, out)
+    uploaded = hub.repository("user/name", "datasets")
+    built = {str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert {path: uploaded.read(path) for path in uploaded.files()}.items() >= built.items()
+    pushed = hub.repository("user/other", "datasets").files()
+    assert set(pushed) == {".gitattributes", "README.md", "z5/validation-00000-of-00001.parquet"}
+    before = contents(hub)
+    run(REFUSED_DATASETS, out)
+    assert contents(hub) == before
+
+
+def test_models(hub, run, tmp_path):
+    run(MODELS)
+    assert {path.name for path in (hub.folder / "models" / "user").iterdir()} == {"model", "model2", "shards"}
+    run(WITHOUT_THE_PACKAGE)
+    shards = {path.name for path in (tmp_path / "shards").glob("*.safetensors")}
+    assert len(shards) > 1 and shards <= set(hub.repository("user/shards").files())
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir() if path.name != "README.md"}
+    assert {"model.safetensors", "config.json", "modeling_mamba3_nplr.py"} <= set(saved)
+    assert json.loads(saved["config.json"])["auto_map"]
+    for name in ("user/model", "user/model2", "user/model3"):
+        repository = hub.repository(name)
+        assert set(repository.files()) == set(saved) | {".gitattributes", "README.md"}
+        assert {path: repository.read(path) for path in saved} == saved, name
