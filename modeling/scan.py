@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .scan_chunkwise import scan_chunkwise
+from .scan_cpu import scan_cpu, unavailable
 from .scan_definition import ScanInputs, ScanState, scan_definition
 from .sequence_rows import SequenceRows, sequence_rows
 
@@ -23,6 +24,7 @@ class Backend(NamedTuple):
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
+    "cpu": Backend(scan_cpu, unavailable),
 }
 
 

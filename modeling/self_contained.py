@@ -18,7 +18,9 @@ def source_files(module_name: str) -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         module = sys.modules[name]
-        source = Path(module.__file__).read_text(encoding="utf-8")
+        # A module that reads other files of the package has a form that does not.
+        exported = getattr(module, "exported_module", None)
+        source = exported() if exported else Path(module.__file__).read_text(encoding="utf-8")
         for _, dots, path, _ in RELATIVE_IMPORT.findall(source):
             imported = ".".join([*name.split(".")[: -len(dots)], path])
             file_name = Path(sys.modules[imported].__file__).name

@@ -84,7 +84,8 @@ def test_the_wheel_is_complete_and_claims_one_name(tmp_path):
     assert {name.partition("/")[0] for name in names} == {"mamba3_nplr"}
     expected = {"mamba3_nplr/__init__.py"}
     for folder in ("modeling", "configuration", "datasets_scripts"):
-        expected |= {f"mamba3_nplr/{folder}/{path.name}" for path in (ROOT / folder).glob("*.py")}
+        sources = [path for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".cpp")]
+        expected |= {f"mamba3_nplr/{folder}/{path.name}" for path in sources}
     assert set(names) == expected
     origin = "import mamba3_nplr.modeling.scan as scan; print(scan.__file__)"
     assert str(tmp_path) in python(origin, tmp_path, PYTHONPATH=str(tmp_path / "site"))

@@ -301,9 +301,9 @@ def test_backends_are_chosen_in_one_place():
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setitem(BACKENDS, "broken", Backend(BACKENDS["reference"].run, lambda device: f"no {device} kernel"))
-    with pytest.raises(ValueError, match="'broken' cannot run: no cpu kernel. These can: reference, chunkwise.$"):
+    with pytest.raises(ValueError, match="'broken' cannot run: no cpu kernel. These can: reference, chunkwise, cpu.$"):
         select_backend("broken", torch.device("cpu"))
-    with pytest.raises(ValueError, match="must be auto, or one of reference, chunkwise, broken"):
+    with pytest.raises(ValueError, match="must be auto, or one of reference, chunkwise, cpu, broken"):
         select_backend("brokn", torch.device("cpu"))
 
 

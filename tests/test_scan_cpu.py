@@ -1,0 +1,188 @@
+"""The compiled scan: the definition on fuzzed shapes, as an operator, and how its library is built."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr.modeling import cpu_library
+from mamba3_nplr.modeling.scan_cpu import SOURCE, scan_operator, unavailable
+from mamba3_nplr.modeling.scan_definition import ScanInputs
+from model_cases import build, tokens
+from scan_cases import error, hard_inputs, scan_inputs, scan_state, with_grad
+from test_scan import FORMS, run, run_with_gradients
+
+pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
+
+
+def fuzzed_shapes(count=24):
+    """Sizes with and without a fast path, one head, one channel, lengths around those of segments."""
+    generator = random.Random(0)
+    sizes = [(16, 16), (32, 32), (32, 64), (64, 64), (128, 64), (1, 1), (3, 7), (16, 5), (40, 24)]
+    for number in range(count):
+        n, channels = sizes[number % len(sizes)]
+        yield {
+            "batch": generator.randint(1, 3),
+            "length": generator.choice([1, 2, 15, 16, 17, 31, 33, 50]),
+            "heads": generator.choice([1, 3, 5]),
+            "n": n,
+            "channels": channels,
+            "form": FORMS[number % len(FORMS)],
+        }
+
+
+@pytest.mark.parametrize("shape", list(fuzzed_shapes()), ids=str)
+def test_the_compiled_scan_is_the_definition(shape):
+    inputs = scan_inputs(**shape)
+    state = scan_state(inputs)
+    expected = run_with_gradients(inputs, state, "reference")
+    found = run_with_gradients(inputs, state, "cpu")
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32_to_length_2048(form):
+    inputs = scan_inputs(batch=1, length=2048, heads=2, n=16, channels=16, form=form, dtype=torch.float32)
+    if form == "additive":  # which would overflow over this length
+        inputs = inputs._replace(reflection=inputs.reflection * inputs.log_decay.exp())
+    state = scan_state(inputs)
+    exact = [type(x)(*(None if y is None else y.double() for y in x)) for x in (inputs, state)]
+    expected = run_with_gradients(*exact, "reference")
+    found = run_with_gradients(inputs, state, "cpu")
+    for name in expected:
+        assert error(found[name], expected[name]) < 1e-5, name
+
+
+def test_full_reflections_along_one_direction_lose_no_more_than_the_definition():
+    inputs = hard_inputs(2000)
+    exact, _ = run(ScanInputs(*(x.double() for x in inputs)), backend="reference")
+    allowed = error(run(inputs, backend="reference")[0], exact)
+    assert error(run(inputs, backend="cpu")[0], exact) < 2 * allowed
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    inputs = scan_inputs(batch=3, length=40, heads=5)
+    state = scan_state(inputs)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        results.append(run_with_gradients(inputs, state, "cpu"))
+    torch.set_num_threads(before)
+    for name, other in itertools.product(results[0], results[1:]):
+        assert torch.equal(results[0][name], other[name]), name
+
+
+@pytest.mark.parametrize("form", ["contractive", "rank0", "delta"])
+def test_the_operator_is_well_behaved(form):
+    inputs = with_grad(scan_inputs(batch=1, length=5, heads=2, n=3, channels=2, form=form))
+    state = with_grad(scan_state(inputs))
+    torch.library.opcheck(scan_operator, (*inputs[:-1], *state))
+
+
+def test_inputs_need_not_be_contiguous():
+    inputs = scan_inputs(length=9, heads=4)
+    turned = ScanInputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:-1]), D=inputs.D)
+    assert not turned.u.is_contiguous()
+    assert torch.equal(run(turned, backend="cpu")[0], run(inputs, backend="cpu")[0])
+
+
+def test_a_model_compiles_with_it():
+    model = build(Mamba3NPLRModel, scan_backend="cpu", num_hidden_layers=1)
+    ids = tokens(2, 6)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(ids).last_hidden_state
+    found.sum().backward()
+    assert error(found, build_like(model, "reference")(ids).last_hidden_state) < 1e-10
+
+
+def build_like(model, backend):
+    other = Mamba3NPLRModel(model.config.__class__(**(model.config.to_dict() | {"scan_backend": backend}))).double()
+    other.load_state_dict(model.state_dict())
+    return other.eval()
+
+
+def test_it_runs_on_processors_only():
+    assert "CPU" in unavailable(torch.device("cuda"))
+    assert unavailable(torch.device("cpu")) is None
+
+
+def test_a_missing_or_failing_compiler_is_explained(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_library.shutil, "which", lambda name: None)
+    with pytest.raises(OSError, match="no C\\+\\+ compiler was found"):
+        cpu_library.library_key(SOURCE)
+    monkeypatch.undo()
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        cpu_library.build("this is no C++", tmp_path / "broken.so")
+    assert "error" in failed.value.stderr
+    assert not list(tmp_path.iterdir())
+
+
+BUILD = """
+import sys
+from mamba3_nplr.modeling.cpu_library import load_library
+library = load_library("tiny", 'extern "C" int answer() { return 42; }')
+assert library.answer() == 42
+"""
+
+
+def test_several_processes_may_build_at_once(tmp_path):
+    environment = os.environ | {"MAMBA3_NPLR_CACHE": str(tmp_path / "cache")}
+    processes = [subprocess.Popen([sys.executable, "-c", BUILD], env=environment) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    (built,) = (tmp_path / "cache").iterdir()
+    assert built.suffix == ".so"
+
+
+def test_other_source_is_another_library():
+    assert cpu_library.library_key(SOURCE) != cpu_library.library_key(SOURCE + "// changed")
+
+
+SANITIZED = """
+#include <cstdio>
+template <typename T>
+static int fuzz(int64_t n, int64_t p, int64_t length, int64_t threads) {
+    Scan<T> s{};
+    s.rows = 2, s.length = length, s.heads = 3, s.state = n, s.channels = p, s.threads = threads;
+    const int64_t tokens = s.rows * length * s.heads, pairs = s.rows * s.heads;
+    const int64_t segments = (length + kSegment - 1) / kSegment;
+    std::vector<std::vector<T>> memory;
+    const auto make = [&](int64_t size) { memory.emplace_back(size, T(0.1)); return memory.back().data(); };
+    s.u = make(tokens * p), s.B = make(tokens * n), s.C = make(tokens * n), s.log_decay = make(tokens);
+    s.write = make(tokens), s.carry = make(tokens), s.k = make(tokens * n), s.reflection = make(tokens);
+    s.h0 = make(pairs * n * p), s.B0 = make(pairs * n), s.u0 = make(pairs * p);
+    s.y = make(tokens * p), s.h = make(pairs * n * p), s.kept = make(pairs * segments * n * p);
+    s.grad_y = make(tokens * p), s.grad_h = make(pairs * n * p);
+    s.grad_u = make(tokens * p), s.grad_B = make(tokens * n), s.grad_C = make(tokens * n);
+    s.grad_log_decay = make(tokens), s.grad_write = make(tokens), s.grad_carry = make(tokens);
+    s.grad_k = make(tokens * n), s.grad_reflection = make(tokens);
+    s.grad_h0 = make(pairs * n * p), s.grad_B0 = make(pairs * n), s.grad_u0 = make(pairs * p);
+    run(s, true);
+    run(s, false);
+    return 0;
+}
+int main() {
+    for (int64_t length : {0, 1, 16, 17, 40})
+        for (int64_t threads : {1, 4}) {
+            fuzz<float>(16, 16, length, threads), fuzz<double>(3, 5, length, threads);
+            fuzz<float>(1, 1, length, threads), fuzz<float>(32, 64, length, threads);
+        }
+    std::puts("clean");
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizer, tmp_path):
+    source, program = tmp_path / "fuzz.cpp", tmp_path / "fuzz"
+    source.write_text(SOURCE + SANITIZED)
+    flags = ["-O1", "-g", "-std=c++17", "-fopenmp-simd", "-pthread", f"-fsanitize={sanitizer}"]
+    subprocess.run([cpu_library.compiler(), *flags, str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(Path(program))], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "clean"), done.stderr
