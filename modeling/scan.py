@@ -32,12 +32,17 @@ def select_backend(name: str, device: torch.device) -> Backend:
     """The backend called `name`, or for `"auto"` the fastest one that runs on `device`."""
     check_backend_name(name)
     if name == "auto":
-        return BACKENDS["chunkwise"]
+        return BACKENDS[fastest_backend(device)]
     reason = BACKENDS[name].unavailable(device)
     if reason is not None:
         usable = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
         raise ValueError(f"scan_backend={name!r} cannot run: {reason}. These can: {', '.join(usable)}.")
     return BACKENDS[name]
+
+
+def fastest_backend(device: torch.device) -> str:
+    """Compiled code where there is any, else the chunkwise scan."""
+    return "cpu" if BACKENDS["cpu"].unavailable(device) is None else "chunkwise"
 
 
 def check_backend_name(name: str) -> None:

@@ -6,10 +6,13 @@ import zlib
 from functools import cache
 
 import torch
+from transformers.utils import logging
 
 from .cpu_library import load_library
 from .scan_cpu_source import SOURCE
 from .scan_definition import ScanInputs, ScanState
+
+logger = logging.get_logger(__name__)
 
 # The code of a checkpoint may be loaded beside this package; operators cannot be registered twice under one name.
 NAMESPACE = "mamba3_nplr" if __name__.startswith("mamba3_nplr.") else f"mamba3_nplr_{zlib.crc32(__name__.encode())}"
@@ -44,11 +47,13 @@ def build_error() -> str | None:
 def try_library() -> str | None:
     try:
         library()
+        return None
     except subprocess.CalledProcessError as error:
-        return f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
+        reason = f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
     except OSError as error:
-        return str(error)
-    return None
+        reason = str(error)
+    logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
+    return reason
 
 
 def library() -> ctypes.CDLL:

@@ -295,7 +295,8 @@ def test_wrong_arguments_are_named():
 
 def test_backends_are_chosen_in_one_place():
     device = torch.device("cpu")
-    assert select_backend("auto", device) is BACKENDS["chunkwise"]
+    assert select_backend("auto", device) is BACKENDS["cpu"]
+    assert select_backend("auto", torch.device("meta")) is BACKENDS["chunkwise"]
     assert select_backend("reference", device) is BACKENDS["reference"]
 
 

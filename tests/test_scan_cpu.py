@@ -123,6 +123,23 @@ def test_a_missing_or_failing_compiler_is_explained(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+WITHOUT_A_COMPILER = """
+import torch
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
+model = Mamba3NPLRModel(Mamba3NPLRConfig())
+for _ in range(2):
+    model(torch.zeros(1, 3, dtype=torch.long)).last_hidden_state.sum().backward()
+"""
+
+
+def test_without_a_compiler_the_chunkwise_scan_takes_over_with_one_warning(tmp_path):
+    environment = {"PATH": str(tmp_path), "MAMBA3_NPLR_CACHE": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", WITHOUT_A_COMPILER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the slower chunkwise scan takes its place: no C++ compiler was found") == 1
+
+
 BUILD = """
 import sys
 from mamba3_nplr.modeling.cpu_library import load_library
