@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format data benchmark-data clean
+.PHONY: setup test test-slow quality format data benchmark-cpu benchmark-data clean
 
 setup: $(VENV)/.ready
 
@@ -28,6 +28,9 @@ format: setup
 
 data: setup
 	$(RUN) -m mamba3_nplr.datasets_scripts.build data
+
+benchmark-cpu: setup
+	$(RUN) benchmarks/cpu.py --out results/cpu.json
 
 benchmark-data: setup
 	$(RUN) benchmarks/data.py
