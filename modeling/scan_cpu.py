@@ -1,8 +1,8 @@
 """The scan on a processor by compiled code, as a torch operator with its gradient. `scan_cpu.cpp` does the work."""
 
 import ctypes
+import itertools
 import subprocess
-import zlib
 from functools import cache
 
 import torch
@@ -14,11 +14,23 @@ from .scan_definition import ScanInputs, ScanState
 
 logger = logging.get_logger(__name__)
 
-# The code of a checkpoint may be loaded beside this package; operators cannot be registered twice under one name.
-NAMESPACE = "mamba3_nplr" if __name__.startswith("mamba3_nplr.") else f"mamba3_nplr_{zlib.crc32(__name__.encode())}"
 SIZES = ("rows", "length", "heads", "state", "channels", "threads")
 INPUTS = ("u", "B", "C", "log_decay", "write", "carry", "k", "reflection", "h0", "B0", "u0")
+# Steps between two kept states, as in the C++ source.
+SEGMENT = 16
 OUTPUTS = ("y", "h", "kept", "grad_y", "grad_h", *(f"grad_{name}" for name in INPUTS))
+
+
+def free_namespace() -> str:
+    """
+    A namespace for the operators. The code of checkpoints may be loaded beside this package, and more than once, but
+    operators cannot be registered twice under one name.
+    """
+    names = itertools.chain(["mamba3_nplr"], (f"mamba3_nplr_{number}" for number in itertools.count(1)))
+    return next(name for name in names if not hasattr(getattr(torch.ops, name), "scan_cpu"))
+
+
+NAMESPACE = free_namespace()
 
 
 class Arguments(ctypes.Structure):
@@ -147,9 +159,6 @@ def backward(ctx, grad_y, grad_h, grad_kept):
 
 
 scan_operator.register_autograd(backward, setup_context=keep_for_backward)
-
-# Steps between two kept states, as in the C++ source.
-SEGMENT = 16
 
 
 def scan_cpu(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,14 @@ WITHOUT_THE_PACKAGE = textwrap.dedent(
         if "Behavior" in auto:
             model.select_action(inputs["observations"][:, 0])
         print(auto, type(model).__name__, type(model).__module__.partition(".")[0])
+    # The code of one checkpoint loads beside that of another, and again if it has changed.
+    scan = folder / f"checkpoint_{auto}" / "scan_cpu.py"
+    source = scan.read_text()
+    scan.write_text(source + "# changed")
+    model = auto_class.from_pretrained(scan.parent, trust_remote_code=True)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs)[0], expected)
+    scan.write_text(source)
     assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
     """
 )

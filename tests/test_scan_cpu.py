@@ -11,7 +11,7 @@ import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling import cpu_library
-from mamba3_nplr.modeling.scan_cpu import SOURCE, scan_operator, unavailable
+from mamba3_nplr.modeling.scan_cpu import SEGMENT, SOURCE, library, scan_operator, unavailable
 from mamba3_nplr.modeling.scan_definition import ScanInputs
 from model_cases import build, tokens
 from scan_cases import error, hard_inputs, scan_inputs, scan_state, with_grad
@@ -105,6 +105,10 @@ def build_like(model, backend):
     other = Mamba3NPLRModel(model.config.__class__(**(model.config.to_dict() | {"scan_backend": backend}))).double()
     other.load_state_dict(model.state_dict())
     return other.eval()
+
+
+def test_python_and_the_library_agree_on_what_is_kept():
+    assert library().scan_segment() == SEGMENT
 
 
 def test_it_runs_on_processors_only():
