@@ -62,7 +62,7 @@ def try_library() -> str | None:
         return None
     except subprocess.CalledProcessError as error:
         reason = f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # no compiler, no place to keep the library, no home
         reason = str(error)
     logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
     return reason
