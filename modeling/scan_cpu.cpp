@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -220,6 +221,13 @@ Runner<T> choose(const Scan<T>& scan) {
     return run_pair<T, 0, 0>;
 }
 
+// To start a thread takes as long as some 10^5 multiplications.
+template <typename T>
+int64_t useful_threads(const Scan<T>& scan) {
+    const int64_t pairs = scan.rows * scan.heads, work = pairs * scan.length * scan.state * scan.channels;
+    return std::min({scan.threads, pairs, 1 + work / (1 << 17)});
+}
+
 template <typename T>
 void run(const Scan<T>& scan, bool forward) {
     const int64_t pairs = scan.rows * scan.heads;
@@ -229,7 +237,13 @@ void run(const Scan<T>& scan, bool forward) {
         for (int64_t index; (index = next.fetch_add(1)) < pairs;) one(scan, index, forward);
     };
     std::vector<std::thread> others;
-    for (int64_t i = 1; i < std::min(scan.threads, pairs); ++i) others.emplace_back(work);
+    for (int64_t i = 1; i < useful_threads(scan); ++i) {
+        try {
+            others.emplace_back(work);
+        } catch (const std::system_error&) {
+            break;  // the system gives no more threads; those there are do the work
+        }
+    }
     work();
     for (auto& thread : others) thread.join();
 }

@@ -67,7 +67,7 @@ def test_full_reflections_along_one_direction_lose_no_more_than_the_definition()
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
-    inputs = scan_inputs(batch=3, length=40, heads=5)
+    inputs = scan_inputs(batch=3, length=200, heads=5, n=16, channels=16)  # work enough for several threads
     state = scan_state(inputs)
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 7):
