@@ -188,7 +188,7 @@ static int fuzz(int64_t n, int64_t p, int64_t length, int64_t threads) {
     return 0;
 }
 int main() {
-    for (int64_t length : {0, 1, 16, 17, 40})
+    for (int64_t length : {0, 1, 16, 17, 40, 300})
         for (int64_t threads : {1, 4}) {
             fuzz<float>(16, 16, length, threads), fuzz<double>(3, 5, length, threads);
             fuzz<float>(1, 1, length, threads), fuzz<float>(32, 64, length, threads);
