@@ -20,6 +20,7 @@ from mamba3_nplr import (
 from model_cases import OPTIONS, build
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from without_package import BLOCKER
 
 AUTO_CLASSES = {
     "AutoModel": (AutoModel, Mamba3NPLRModel),
@@ -30,17 +31,9 @@ AUTO_CLASSES = {
 OBSERVATIONS = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(3))
 IDS = torch.tensor([[1, 5, 3, 2, 9, 9, 0], [4, 4, 1, 7, 10, 2, 6]])
 
-WITHOUT_THE_PACKAGE = textwrap.dedent(
+WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     """
-    import sys
     from pathlib import Path
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] == "mamba3_nplr":
-                raise ModuleNotFoundError(name)
-
-    sys.meta_path.insert(0, Blocker())
     import torch
     import transformers
     from safetensors.torch import load_file

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 from hub_server import HubServer
 from mamba3_nplr.datasets_scripts.build import build
+from without_package import BLOCKER
 
 TOKEN = "hf_right"
 
@@ -99,16 +100,8 @@ MODELS = REFUSED + textwrap.dedent(
     """
 )
 
-WITHOUT_THE_PACKAGE = textwrap.dedent(
+WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     """
-    import sys
-
-    class Blocker:
-        def find_spec(self, name, path=None, target=None):
-            if name.partition(".")[0] == "mamba3_nplr":
-                raise ModuleNotFoundError(name)
-
-    sys.meta_path.insert(0, Blocker())
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForSequenceClassification
