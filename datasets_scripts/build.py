@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow.parquet as pq
+from datasets import DatasetInfo, SplitDict, SplitInfo
 from tqdm.auto import tqdm
 
 from .card import dataset_card
@@ -44,7 +45,8 @@ def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) 
                 write_rows(out / path, task, split, start, stop)
             bar.update(stop - start)
     write_atomically(out / "episode.png", lambda path: draw(TASKS["shell"], "validation", 5, path))
-    card = dataset_card(tasks, splits, train_size, versions())
+    infos = {name: describe(out / name, task, splits[name]) for name, task in tasks.items()}
+    card = dataset_card(tasks, infos, train_size, versions())
     write_atomically(out / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
 
 
@@ -80,6 +82,22 @@ def plan(name: str, task: Task, splits: dict[str, int]) -> list[tuple[Path, Task
             path = Path(name) / f"{split}-{number:05d}-of-{count:05d}.parquet"
             files.append((path, task, split, number * size, min(rows, (number + 1) * size)))
     return files
+
+
+def describe(folder: Path, task: Task, splits: dict[str, int]) -> DatasetInfo:
+    """Columns, splits and sizes of a task whose files have been written."""
+    parts = SplitDict()
+    for split, rows in splits.items():
+        groups = [pq.read_metadata(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
+        size = sum(file.row_group(i).total_byte_size for file in groups for i in range(file.num_row_groups))
+        parts.add(SplitInfo(split, num_bytes=size, num_examples=rows))
+    return DatasetInfo(
+        features=task_features(task),
+        splits=parts,
+        config_name=folder.name,
+        download_size=sum(path.stat().st_size for path in folder.glob("*.parquet")),
+        dataset_size=sum(part.num_bytes for part in parts.values()),
+    )
 
 
 def write_rows(path: Path, task: Task, split: str, start: int, stop: int) -> None:

@@ -1,5 +1,7 @@
 """The card of the published datasets."""
 
+from datasets import DatasetInfo
+from datasets.info import DatasetInfosDict
 from huggingface_hub import DatasetCardData
 
 from .task import Task
@@ -64,12 +66,13 @@ writes this folder again, bit for bit with the same versions of its libraries ({
 """
 
 
-def dataset_card(tasks: dict[str, Task], splits: dict[str, dict[str, int]], train_size: int, versions: str) -> str:
+def dataset_card(tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_size: int, versions: str) -> str:
     """
     Args:
         tasks: The configurations.
-        splits: Rows of each split of each configuration.
+        infos: Columns, splits and sizes of each configuration.
     """
+    splits = {name: {split: part.num_examples for split, part in info.splits.items()} for name, info in infos.items()}
     first = next(iter(tasks))
     text = TEXT.format(
         rows=sum(sum(rows.values()) for rows in splits.values()),
@@ -81,10 +84,10 @@ def dataset_card(tasks: dict[str, Task], splits: dict[str, dict[str, int]], trai
         tasks=" ".join(tasks),
         versions=versions,
     )
-    return f"---\n{metadata(splits)}---\n{text}"
+    return f"---\n{metadata(splits, infos)}---\n{text}"
 
 
-def metadata(splits: dict[str, dict[str, int]]) -> str:
+def metadata(splits: dict[str, dict[str, int]], infos: dict[str, DatasetInfo]) -> str:
     configs = [
         {
             "config_name": name,
@@ -99,6 +102,8 @@ def metadata(splits: dict[str, dict[str, int]]) -> str:
         tags=["state-tracking", "group-word-problem", "imitation-learning", "synthetic"],
         configs=configs,
     )
+    # With it the Hub shows columns and sizes, and a split pushed later does not hide the others.
+    DatasetInfosDict(infos).to_dataset_card_data(data)
     return data.to_yaml() + "\n"
 
 

@@ -39,6 +39,11 @@ DATASETS = textwrap.dedent(
     assert len(load_dataset("user/name", "z5", split="train")) == 20
 
     local = load_dataset(out, "z5", split="validation")
+    create_repo("user/changed", repo_type="dataset")
+    api.upload_folder(repo_id="user/changed", repo_type="dataset", folder_path=out)
+    local.push_to_hub("user/changed", config_name="z5", split="validation")  # the other splits stay
+    check(load_dataset("user/changed", "z5", split="test_64"), "z5", "test_64")
+    check(load_dataset("user/changed", "z5", split="validation"), "z5", "validation")
     for _ in range(2):  # the second push replaces the first
         local.push_to_hub("user/other", config_name="z5")
         again = load_dataset("user/other", "z5", split="validation")
