@@ -36,12 +36,13 @@ def find_sequences(
     Args:
         attention_mask (batch, at least length): As in transformers, 0 at padding. With a cache it may also cover the
             tokens before these, which are then left out.
-        position_ids (batch or 1, length): Only read for packing: in a batch of one, each 0 starts a sequence. Not read
-            inside a compiled graph, whose shapes cannot depend on them: there, pass `cu_seqlens`.
+        position_ids (batch or 1, length): Only read for packing: in a batch of one, each 0 starts a sequence.
         cu_seqlens (sequences + 1,): Bounds of packed sequences.
+
+    Packing decides shapes by values: torch.compile breaks its graph there, and cannot with fullgraph=True.
     """
     mask = None if attention_mask is None else trim_mask(attention_mask, batch, length)
-    if cu_seqlens is None and position_ids is not None and not torch.compiler.is_compiling():
+    if cu_seqlens is None and position_ids is not None:
         cu_seqlens = packed_bounds(position_ids, batch, length, mask)
     if cu_seqlens is not None:
         if mask is not None and not bool(mask.all()):

@@ -321,6 +321,18 @@ def test_torch_compile_without_graph_breaks(model_class):
     check_compiled(model_class, backend="aot_eager")
 
 
+@pytest.mark.parametrize("by", ["position_ids", "cu_seqlens"])
+@torch.no_grad()
+def test_packing_is_never_ignored_by_compiled_models(by):
+    model = build(Mamba3NPLRModel, num_hidden_layers=1)
+    ids = tokens(1, 7)
+    packing = {"cu_seqlens": torch.tensor([0, 3, 7]), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}[by]
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="aot_eager")(ids, **{by: packing}).last_hidden_state
+    assert error(found, model(ids, **{by: packing}).last_hidden_state) < 1e-10
+    assert error(found, model(ids).last_hidden_state) > 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_class", HEADS)
 def test_torch_compile_with_inductor(model_class):
