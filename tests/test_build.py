@@ -13,7 +13,7 @@ from datasets import load_dataset
 from huggingface_hub import DatasetCard
 from mamba3_nplr.datasets_scripts import build as building
 from mamba3_nplr.datasets_scripts import show as showing
-from mamba3_nplr.datasets_scripts.columns import read_columns
+from mamba3_nplr.datasets_scripts.columns import from_arrow, read_columns, to_arrow
 from mamba3_nplr.datasets_scripts.tasks import make_task
 
 pytestmark = pytest.mark.usefixtures("small_test_sets")
@@ -82,6 +82,14 @@ def test_the_reader_packs_what_differs_in_length(built, tmp_path):
     expected = task.model_inputs(task.rows("test_32", 0, 6))
     assert torch.equal(columns["observations"], expected["observations"])
     assert torch.equal(columns["cu_seqlens"], expected["cu_seqlens"])
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3, 3], [3, 1, 2, 3]])
+def test_the_reader_takes_parts_of_arrow_arrays(lengths):
+    lengths = np.array(lengths)
+    array = np.arange(24.0, dtype=np.float32).reshape(4, 3, 2)
+    values, _ = from_arrow(to_arrow(array, lengths).slice(1, 2))
+    assert values.flatten().tolist() == [x for row in (1, 2) for x in array[row, : lengths[row]].flatten()]
 
 
 def test_a_build_is_the_same_bit_for_bit(built, tmp_path):

@@ -162,7 +162,10 @@ def test_packed_and_padded_batches_have_the_same_loss():
         batch["observations"] = batch["observations"].double()
         losses.append(model(**batch).loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
-    assert packed.batch(0, 0)["observations"].shape[1] == padded.batch(0, 0)["attention_mask"].sum()
+    batch = padded.batch(0, 0)
+    assert packed.batch(0, 0)["observations"].shape[1] == batch["attention_mask"].sum()
+    # Trainer counts the labels that are not -100.
+    assert (batch["labels"] != -100).sum() == 2 * batch["attention_mask"].sum()
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_batches_do_not_depend_on_the_number_of_processes(world_size):
 
 
 def test_rows_do_not_depend_on_how_they_are_read():
-    for name, split in (("s5_generators", "test_128"), ("shell", "test_standard"), ("shell_jitter", "train")):
+    sets = (("s5_generators", "test_128"), ("z5", "train"), ("shell", "test_standard"), ("shell_jitter", "train"))
+    for name, split in sets:
         task = make_task(name)
         whole = task.rows(split, 0, 12)
         parts = [task.rows(split, 0, 5), task.rows(split, 5, 12)]
