@@ -13,15 +13,17 @@ The Mamba-3 mixer with an input-dependent reflection.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .scan import scan
+from .mixer_cpu import MixerWeights
+from .scan import scan, select_backend
 from .scan_definition import ScanState
-from .sequence_rows import sequence_rows
+from .sequence_rows import sequence_rows, token_order
 
 
 class Mamba3State(NamedTuple):
@@ -90,17 +92,54 @@ class Mamba3Mixer(nn.Module):
         sequence) to the state after them. Whole sequences, pieces and single steps take this same path. `mask` and
         `cu_seqlens` are those of `scan`; a padded position reads as 0.
         """
-        projected = self.in_proj(hidden_states).split(self.split_sizes, dim=-1)
+        projected, k, beta = self.in_proj(hidden_states), None, None
+        if self.config.reflection_rank:
+            k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
+        state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
+        backend = select_backend(self.config.scan_backend, hidden_states.device)
+        mix = self.mix if backend.mix is None else partial(self.mix_compiled, backend.mix)
+        y, state = mix(projected, k, beta, state, mask, cu_seqlens)
+        return self.out_proj(y.to(hidden_states.dtype)), state
+
+    def mix_compiled(self, mix, projected, k, beta, state, mask, cu_seqlens) -> tuple[torch.Tensor, Mamba3State]:
+        """What `mix` below does, by a backend that has it in one piece."""
+        carries = self.config.injection == "trapezoid"
+        weights = MixerWeights(
+            self.dt_bias,
+            self.A_bias if self.config.gate_form == "exact" else None,
+            self.B_norm.weight if carries else None,
+            self.B_bias if carries else None,
+            self.C_norm.weight,
+            self.C_bias,
+            self.D,
+            self.norm.weight if self.config.output_norm else None,
+        )
+        y, state = mix(
+            projected,
+            k,
+            beta,
+            weights,
+            state,
+            token_order(mask, cu_seqlens, *projected.shape[:2]),
+            contractive=self.config.reflection_form == "contractive",
+            heavy_tail=self.config.decay_activation == "heavy_tail",
+            a_min=self.config.a_min,
+            epsilon=self.C_norm.eps,
+        )
+        return y, Mamba3State(*state)
+
+    def mix(self, projected, k, beta, state, mask, cu_seqlens) -> tuple[torch.Tensor, Mamba3State]:
+        """From the projections of the input to what the output projection takes, (batch, length, inner)."""
+        projected = projected.split(self.split_sizes, dim=-1)
         # Gates, norms and phases are float32 at least: they are exponents and sums over the whole sequence.
         z, u, B, C, dt, A, trap, angle = (x.to(at_least_float32(x)) for x in projected)
-        z, u = (x.unflatten(-1, (-1, self.config.head_dim)) for x in (z, u))  # (batch, length, heads, channels)
-        state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
+        u = u.unflatten(-1, (-1, self.config.head_dim))  # (batch, length, heads, channels)
 
         dt = F.softplus(dt + self.dt_bias)
         log_decay = -self.decay_rate(A) * dt
         cosine_sine, phase = self.rotation(dt, angle, state, mask, cu_seqlens)
         C = rotate(self.C_norm(C)[..., None, :] + self.C_bias.squeeze(1), cosine_sine)
-        k, beta, reflection = self.reflection(hidden_states, log_decay, cosine_sine)
+        k, beta, reflection = self.reflection(k, beta, log_decay, cosine_sine)
         if self.config.injection == "delta":
             B, write, carry = k, beta, None
         else:
@@ -127,8 +166,7 @@ class Mamba3Mixer(nn.Module):
         y = y.flatten(-2)
         if self.config.output_norm:
             y = self.norm(y)
-        y = y * F.silu(z.flatten(-2))
-        return self.out_proj(y.to(hidden_states.dtype)), self.next_state(scanned, phase)
+        return y * F.silu(z), self.next_state(scanned, phase)
 
     def decay_rate(self, A: torch.Tensor) -> torch.Tensor:
         activation = heavy_tail if self.config.decay_activation == "heavy_tail" else F.softplus
@@ -144,13 +182,12 @@ class Mamba3Mixer(nn.Module):
         theta, phase = accumulate_phase(increment, state.phase, mask, cu_seqlens)
         return (theta.cos(), theta.sin()), phase
 
-    def reflection(self, hidden_states, log_decay, cosine_sine):
-        """Direction k, gate beta and strength of the reflection; all None without one."""
-        if not self.config.reflection_rank:
+    def reflection(self, k, beta, log_decay, cosine_sine):
+        """Direction k, gate beta and strength of the reflection from their projections; all None without one."""
+        if k is None:
             return None, None, None
-        k = self.k_proj(hidden_states).unflatten(-1, (-1, self.config.state_size))
-        k = rotate(F.normalize(k.to(at_least_float32(k)), dim=-1, eps=1e-12), cosine_sine)
-        beta = self.beta_proj(hidden_states)
+        k = k.to(at_least_float32(k)).unflatten(-1, (-1, self.config.state_size))
+        k = rotate(F.normalize(k, dim=-1, eps=1e-12), cosine_sine)
         beta = beta.to(at_least_float32(beta)).sigmoid()
         beta = (2.2 * beta - 0.1).clamp(0.0, 2.0) if self.config.gate_form == "exact" else 2.0 * beta
         return k, beta, beta * log_decay.exp() if self.config.reflection_form == "contractive" else beta

@@ -5,26 +5,32 @@ from typing import NamedTuple
 
 import torch
 
+from .cpu_operator import unavailable
+from .mixer_cpu import mixer_cpu
 from .scan_chunkwise import scan_chunkwise
-from .scan_cpu import scan_cpu, unavailable
+from .scan_cpu import scan_cpu
 from .scan_definition import ScanInputs, ScanState, scan_definition
-from .sequence_rows import SequenceRows, sequence_rows
+from .sequence_rows import TokenOrder, sequence_rows, token_order
 
 
 class Backend(NamedTuple):
     """
     An implementation of the scan: `run(inputs, initial, chunk_size)` returns y and the last h, as `scan_definition`
-    does. `unavailable(device)` says why it cannot run on a device, or None if it can.
+    does. `unavailable(device)` says why it cannot run on a device, or None if it can. A backend may also have
+    `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, and `mix`, the whole of a Mamba-3
+    mixer between its projections; without them the sequences are laid out as rows, and the mixer runs in torch.
     """
 
-    run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]]
+    run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]] | None = None
     unavailable: Callable[[torch.device], str | None] = lambda device: None
+    run_sequences: Callable[[ScanInputs, ScanState, TokenOrder], tuple[torch.Tensor, torch.Tensor]] | None = None
+    mix: Callable | None = None
 
 
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
-    "cpu": Backend(scan_cpu, unavailable),
+    "cpu": Backend(run_sequences=scan_cpu, mix=mixer_cpu, unavailable=unavailable),
 }
 
 
@@ -91,31 +97,31 @@ def scan(
     # Autocast would turn the float32 matrix products below into half precision.
     with torch.autocast(u.device.type, enabled=False):
         inputs = ScanInputs(*(None if x is None else x.to(dtype) for x in inputs))
-        rows = sequence_rows(mask, cu_seqlens, *u.shape[:2])
-        if rows is not None:
-            inputs = rows_of_inputs(inputs, rows)
-        initial = prepare_state(initial_state, inputs)
-        y, h = select_backend(backend, u.device).run(inputs, initial, chunk_size)
-        if rows is not None:
-            y = rows.scatter(y)
-        return y.to(u.dtype), ScanState(h, last_token(inputs.B, initial.B, rows), last_token(inputs.u, initial.u, rows))
+        order = token_order(mask, cu_seqlens, *u.shape[:2])
+        initial = prepare_state(initial_state, inputs, order)
+        found = select_backend(backend, u.device)
+        if found.run_sequences is not None:
+            y, h = found.run_sequences(inputs, initial, order)
+        else:
+            y, h = run_as_rows(found.run, inputs, initial, mask, cu_seqlens, chunk_size)
+        return y.to(u.dtype), ScanState(h, order.last(inputs.B, initial.B), order.last(inputs.u, initial.u))
 
 
-def rows_of_inputs(inputs: ScanInputs, rows: SequenceRows) -> ScanInputs:
+def run_as_rows(run, inputs, initial, mask, cu_seqlens, chunk_size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lays out sequences as rows for a backend that knows no others."""
+    rows = sequence_rows(mask, cu_seqlens, *inputs.u.shape[:2])
+    if rows is None:
+        return run(inputs, initial, chunk_size)
     # Zeros past the end of a row are the identity step: decay exp(0) = 1, and neither input nor reflection.
-    return ScanInputs(*(None if x is None else rows.gather(x) for x in inputs[:-1]), D=inputs.D)
+    gathered = ScanInputs(*(None if x is None else rows.gather(x) for x in inputs[:-1]), D=inputs.D)
+    y, h = run(gathered, initial, chunk_size)
+    return rows.scatter(y), h
 
 
-def last_token(x: torch.Tensor, before: torch.Tensor, rows: SequenceRows | None) -> torch.Tensor:
-    """The entry of x (batch, length, ...) at the last token of each row, or `before` where there is none."""
-    if x.shape[1] == 0:
-        return before
-    return x[:, -1] if rows is None else rows.last(x, before)
-
-
-def prepare_state(state: ScanState | None, inputs: ScanInputs) -> ScanState:
+def prepare_state(state: ScanState | None, inputs: ScanInputs, order: TokenOrder) -> ScanState:
     (batch, _, heads, channels), n = inputs.u.shape, inputs.B.shape[-1]
-    shapes = ScanState(h=(batch, heads, n, channels), B=(batch, heads, n), u=(batch, heads, channels))
+    rows = batch if order.bounds is None else order.bounds.shape[0]
+    shapes = ScanState(h=(rows, heads, n, channels), B=(rows, heads, n), u=(rows, heads, channels))
     if state is None:
         return ScanState(*(inputs.u.new_zeros(shape) for shape in shapes))
     for name, x, shape in zip(ScanState._fields, state, shapes, strict=True):

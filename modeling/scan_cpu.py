@@ -1,86 +1,33 @@
 """The scan on a processor by compiled code, as a torch operator with its gradient. `scan_cpu.cpp` does the work."""
 
-import ctypes
-import itertools
-import subprocess
-from functools import cache
-
 import torch
-from transformers.utils import logging
 
-from .cpu_library import load_library
-from .scan_cpu_source import SOURCE
+from .cpu_operator import NAMESPACE, CompiledFunction, contiguous
 from .scan_definition import ScanInputs, ScanState
+from .sequence_rows import TokenOrder
 
-logger = logging.get_logger(__name__)
-
-SIZES = ("rows", "length", "heads", "state", "channels", "threads")
-INPUTS = ("u", "B", "C", "log_decay", "write", "carry", "k", "reflection", "h0", "B0", "u0")
+NAMES = (*ScanInputs._fields, "h0", "B0", "u0")
 # Steps between two kept states, as in the C++ source.
 SEGMENT = 16
-OUTPUTS = ("y", "h", "kept", "grad_y", "grad_h", *(f"grad_{name}" for name in INPUTS))
+
+forward_function, backward_function = (
+    CompiledFunction(
+        f"scan_{direction}",
+        sizes=("heads", "state", "channels", "threads"),
+        tensors=(*NAMES, "y", "h", "kept", "grad_y", "grad_h", *(f"grad_{name}" for name in NAMES)),
+    )
+    for direction in ("forward", "backward")
+)
 
 
-def free_namespace() -> str:
-    """
-    A namespace for the operators. The code of checkpoints may be loaded beside this package, and more than once, but
-    operators cannot be registered twice under one name.
-    """
-    names = itertools.chain(["mamba3_nplr"], (f"mamba3_nplr_{number}" for number in itertools.count(1)))
-    return next(name for name in names if not hasattr(getattr(torch.ops, name), "scan_cpu"))
+def sizes(u: torch.Tensor, h0: torch.Tensor) -> dict[str, int]:
+    rows, heads, n, channels = h0.shape
+    return {"rows": rows, "equal_length": u.shape[1], "heads": heads, "state": n, "channels": channels}
 
 
-NAMESPACE = free_namespace()
-
-
-class Arguments(ctypes.Structure):
-    """The struct `Scan` of the C++ source."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in SIZES),
-        *((name, ctypes.c_void_p) for name in (*INPUTS, *OUTPUTS)),
-    ]
-
-
-def unavailable(device: torch.device) -> str | None:
-    """Why the compiled scan cannot run on a device, or None if it can."""
-    if device.type != "cpu":
-        return f"it runs on a CPU, and the tensors are on {device.type}"
-    return build_error()
-
-
-@torch.compiler.assume_constant_result
-def build_error() -> str | None:
-    """Why the library cannot be had, or None; builds it if need be. A graph takes the answer without tracing it."""
-    return try_library()
-
-
-@cache
-def try_library() -> str | None:
-    try:
-        library()
-        return None
-    except subprocess.CalledProcessError as error:
-        reason = f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
-    except (OSError, RuntimeError) as error:  # no compiler, no place to keep the library, no home
-        reason = str(error)
-    logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
-    return reason
-
-
-def library() -> ctypes.CDLL:
-    return load_library("scan", SOURCE)
-
-
-def call(direction: str, tensors: dict[str, torch.Tensor | None]) -> None:
-    """Runs the compiled function over contiguous tensors of one dtype."""
-    u, B = tensors["u"], tensors["B"]
-    rows, length, heads, channels = u.shape
-    sizes = (rows, length, heads, B.shape[-1], channels, torch.get_num_threads())
-    pointers = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
-    arguments = Arguments(**dict(zip(SIZES, sizes, strict=True)), **pointers)
-    kind = "double" if u.dtype == torch.float64 else "float"
-    getattr(library(), f"scan_{direction}_{kind}")(ctypes.byref(arguments))
+def kept_slots(rows: int, tokens: int) -> int:
+    """Places for kept states that suffice for sequences of any lengths."""
+    return tokens // SEGMENT + rows
 
 
 @torch.library.custom_op(f"{NAMESPACE}::scan_cpu", mutates_args=(), device_types="cpu")
@@ -93,23 +40,26 @@ def scan_operator(
     carry: torch.Tensor | None,
     k: torch.Tensor | None,
     reflection: torch.Tensor | None,
+    D: torch.Tensor | None,
     h0: torch.Tensor,
     B0: torch.Tensor,
     u0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the last h, and h at the start of each segment, which the gradient needs."""
-    inputs = (u, B, C, log_decay, write, carry, k, reflection, h0, B0, u0)
-    tensors = contiguous(INPUTS, inputs)
-    y, h, kept = make_outputs(*inputs)
-    call("forward", tensors | {"y": y, "h": h, "kept": kept})
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
+    y, h, kept = make_outputs(*inputs, bounds, order)
+    if order is not None:
+        y.zero_()  # padding, which the compiled code never sees, reads as 0
+    tensors = contiguous(NAMES, inputs) | {"y": y, "h": h, "kept": kept, "bounds": bounds, "order": order}
+    forward_function(u.dtype, sizes(u, h0), tensors)
     return y, h, kept
 
 
 @scan_operator.register_fake
-def make_outputs(u, B, C, log_decay, write, carry, k, reflection, h0, B0, u0):
-    rows, length, heads, channels = u.shape
-    segments = (length + SEGMENT - 1) // SEGMENT
-    kept = u.new_empty(rows, heads, segments, B.shape[-1], channels)
+def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    kept = u.new_empty(kept_slots(h0.shape[0], u.shape[0] * u.shape[1]), *h0.shape[1:])
     return u.new_empty(u.shape), h0.new_empty(h0.shape), kept
 
 
@@ -126,26 +76,32 @@ def scan_backward_operator(
     carry: torch.Tensor | None,
     k: torch.Tensor | None,
     reflection: torch.Tensor | None,
+    D: torch.Tensor | None,
     h0: torch.Tensor,
     B0: torch.Tensor,
     u0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The gradients of all inputs that are there, in their order."""
-    inputs = (u, B, C, log_decay, write, carry, k, reflection, h0, B0, u0)
-    tensors = contiguous(INPUTS, inputs) | contiguous(("grad_y", "grad_h", "kept"), (grad_y, grad_h, kept))
-    grads = make_gradients(grad_y, grad_h, kept, *inputs)
-    given = [name for name, x in zip(INPUTS, inputs, strict=True) if x is not None]
-    call("backward", tensors | {f"grad_{name}": grad for name, grad in zip(given, grads, strict=True)})
+    """The gradients of all inputs that are there, in their order; that of D is one for each row, still to be added."""
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
+    grads = make_gradients(grad_y, grad_h, kept, *inputs, bounds, order)
+    given = [f"grad_{name}" for name, x in zip(NAMES, inputs, strict=True) if x is not None]
+    if order is not None:
+        for grad in grads:
+            grad.zero_()  # padding has none
+    tensors = contiguous(NAMES, inputs) | contiguous(("grad_y", "grad_h", "kept"), (grad_y, grad_h, kept))
+    tensors |= dict(zip(given, grads, strict=True)) | {"bounds": bounds, "order": order}
+    backward_function(u.dtype, sizes(u, h0), tensors)
     return grads
 
 
 @scan_backward_operator.register_fake
-def make_gradients(grad_y, grad_h, kept, *inputs):
-    return [x.new_empty(x.shape) for x in inputs if x is not None]
-
-
-def contiguous(names, tensors) -> dict[str, torch.Tensor | None]:
-    return {name: None if x is None else x.contiguous() for name, x in zip(names, tensors, strict=True)}
+def make_gradients(grad_y, grad_h, kept, u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    before_D, after_D = (u, B, C, log_decay, write, carry, k, reflection), (h0, B0, u0)
+    grad_D = [] if D is None else [D.new_empty(h0.shape[0], *D.shape)]
+    before_D, after_D = ([x.new_empty(x.shape) for x in inputs if x is not None] for inputs in (before_D, after_D))
+    return before_D + grad_D + after_D
 
 
 def keep_for_backward(ctx, inputs, output):
@@ -155,15 +111,16 @@ def keep_for_backward(ctx, inputs, output):
 def backward(ctx, grad_y, grad_h, grad_kept):
     *inputs, kept = ctx.saved_tensors
     grads = iter(scan_backward_operator(grad_y, grad_h, kept, *inputs))
-    return tuple(None if x is None else next(grads) for x in inputs)
+    named = {name: None if x is None else next(grads) for name, x in zip(NAMES, inputs[: len(NAMES)], strict=True)}
+    if named["D"] is not None:
+        named["D"] = named["D"].sum(0)
+    return (*named.values(), None, None)
 
 
 scan_operator.register_autograd(backward, setup_context=keep_for_backward)
 
 
-def scan_cpu(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same arguments and results as `scan_definition`; chunks play no part."""
-    y, h, _ = scan_operator(*inputs[:-1], *initial)
-    if inputs.D is not None:
-        y = y + inputs.D[:, None] * inputs.u
+def scan_cpu(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and the last h of each sequence, as `scan_definition` finds them."""
+    y, h, _ = scan_operator(*inputs, *initial, *sequences)
     return y, h

@@ -27,14 +27,27 @@ class SequenceRows(NamedTuple):
         x = x.flatten(0, 1)[self.slot]
         return x if self.mask is None else torch.where(expand_like(self.mask, x), x, 0.0)
 
-    def last(self, x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        """The last token's entry of each row of x (rows, width, ...), and that of `empty` where a row has none."""
-        at = expand_like((self.lengths - 1).clamp(min=0)[:, None], x).expand(-1, 1, *x.shape[2:])
-        return torch.where(expand_like(self.lengths > 0, empty), x.gather(1, at).squeeze(1), empty)
-
     @property
     def filled(self) -> torch.Tensor:
         return torch.arange(self.token.shape[1], device=self.token.device) < self.lengths[:, None]
+
+
+class TokenOrder(NamedTuple):
+    """Which tokens of a flattened (batch, length) array make up each sequence; without bounds, each row is one."""
+
+    bounds: torch.Tensor | None = None  # (sequences, 2) where a sequence starts and ends in `order`
+    order: torch.Tensor | None = None  # (batch * length,) numbers of tokens; None if they stand in their order
+
+    def last(self, x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        """The entry of x (batch, length, ...) at each sequence's last token, and that of `empty` where it has none."""
+        if x.shape[0] * x.shape[1] == 0:
+            return empty
+        if self.bounds is None:
+            return x[:, -1]
+        start, end = self.bounds.unbind(1)
+        at = (end - 1).clamp(min=0)
+        at = at if self.order is None else self.order[at]
+        return torch.where(expand_like(end > start, empty), x.flatten(0, 1)[at], empty)
 
 
 def expand_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -70,16 +83,32 @@ def sequence_rows(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int
 ) -> SequenceRows | None:
     """Checks `mask` or `cu_seqlens` against (batch, length) and lays out the sequences; None without either."""
+    check_sequences(mask, cu_seqlens, batch, length)
+    if mask is not None:
+        return rows_from_mask(mask)
+    return None if cu_seqlens is None else rows_from_cu_seqlens(cu_seqlens)
+
+
+def token_order(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> TokenOrder:
+    """Checks `mask` or `cu_seqlens` against (batch, length) and says where the sequences lie."""
+    check_sequences(mask, cu_seqlens, batch, length)
+    if mask is not None:
+        starts = length * torch.arange(batch, device=mask.device)
+        order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True) + starts[:, None]
+        return TokenOrder(torch.stack([starts, starts + mask.sum(1)], dim=1), order.flatten())
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.long()
+        return TokenOrder(torch.stack([cu_seqlens[:-1], cu_seqlens[1:]], dim=1))
+    return TokenOrder()
+
+
+def check_sequences(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> None:
     if mask is not None and cu_seqlens is not None:
         raise ValueError("mask and cu_seqlens were both given; packed sequences hold no padding, so pass only one.")
-    if mask is not None:
-        if mask.shape != (batch, length):
-            raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, length) = {(batch, length)}.")
-        return rows_from_mask(mask)
+    if mask is not None and mask.shape != (batch, length):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, length) = {(batch, length)}.")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch, length)
-        return rows_from_cu_seqlens(cu_seqlens)
-    return None
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:

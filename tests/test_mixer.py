@@ -75,10 +75,11 @@ def equations(mixer, x):
     return torch.cat(heads, -1) @ mixer.out_proj.weight.T
 
 
+@pytest.mark.parametrize("backend", ["auto", "chunkwise"])
 @pytest.mark.parametrize("option", OPTIONS)
 @torch.no_grad()
-def test_the_mixer_is_its_equations(option):
-    mixer = build(Mamba3NPLRModel, option).layers[0].mixer
+def test_the_mixer_is_its_equations(option, backend):
+    mixer = build(Mamba3NPLRModel, option, scan_backend=backend).layers[0].mixer
     x = torch.randn(2, 13, 12, dtype=torch.float64)
     found, _ = mixer(x)
     for row in range(2):
@@ -94,8 +95,10 @@ def test_gradients_reach_every_parameter(option):
     assert not unused
 
 
-def test_gradcheck_of_the_mixer():
-    mixer = build(Mamba3NPLRModel, hidden_size=4, state_size=4, head_dim=4, expand=1).layers[0].mixer
+@pytest.mark.parametrize("backend", ["auto", "chunkwise"])
+def test_gradcheck_of_the_mixer(backend):
+    sizes = {"hidden_size": 4, "state_size": 4, "head_dim": 4, "expand": 1}
+    mixer = build(Mamba3NPLRModel, **sizes, scan_backend=backend).layers[0].mixer
     x = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
     _, state = mixer(torch.randn(1, 3, 4, dtype=torch.float64))
     state = [part.detach().requires_grad_() for part in state]
@@ -151,7 +154,7 @@ def test_initial_values():
 def test_exact_gates_reach_their_ends():
     mixer = build(Mamba3NPLRModel, "exact_gates").layers[0].mixer
     x = 30 * torch.randn(1, 50, 12, dtype=torch.float64)
-    _, beta, _ = mixer.reflection(x, torch.zeros(1), None)
+    _, beta, _ = mixer.reflection(mixer.k_proj(x), mixer.beta_proj(x), torch.zeros(1), None)
     assert beta.min() == 0 and beta.max() == 2
     assert mixer.decay_rate(torch.full((6,), -20.0)).max() == 0
 
@@ -196,7 +199,8 @@ def test_an_empty_piece_keeps_every_part_of_the_state():
 
 @torch.no_grad()
 def test_gates_of_a_half_precision_mixer_are_float32(monkeypatch):
-    mixer, seen = build(Mamba3NPLRModel, "learned_state", dtype=torch.bfloat16).layers[0].mixer, {}
+    model = build(Mamba3NPLRModel, "learned_state", dtype=torch.bfloat16, scan_backend="chunkwise")
+    mixer, seen = model.layers[0].mixer, {}
 
     def record(*positional, initial_state, **named):
         seen.update(named, initial_h=initial_state.h)
@@ -208,7 +212,7 @@ def test_gates_of_a_half_precision_mixer_are_float32(monkeypatch):
     assert all(seen[name].dtype == torch.float32 for name in ("carry", "k", "reflection", "initial_h"))
     # Normalised in bfloat16 the length of k would be off by 2^-9.
     assert (seen["k"].norm(dim=-1) - 1).abs().max() < 1e-6
-    assert seen["chunk_size"] == 4 and seen["backend"] == "auto"
+    assert seen["chunk_size"] == 4 and seen["backend"] == "chunkwise"
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling import cpu_library
-from mamba3_nplr.modeling.scan_cpu import SEGMENT, SOURCE, library, scan_operator, unavailable
+from mamba3_nplr.modeling.cpu_operator import SOURCE, library, unavailable
+from mamba3_nplr.modeling.scan_cpu import SEGMENT, scan_operator
 from mamba3_nplr.modeling.scan_definition import ScanInputs
 from model_cases import build, tokens
 from scan_cases import error, hard_inputs, scan_inputs, scan_state, with_grad
@@ -82,7 +83,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 def test_the_operator_is_well_behaved(form):
     inputs = with_grad(scan_inputs(batch=1, length=5, heads=2, n=3, channels=2, form=form))
     state = with_grad(scan_state(inputs))
-    torch.library.opcheck(scan_operator, (*inputs[:-1], *state))
+    torch.library.opcheck(scan_operator, (*inputs, *state, None, None))
 
 
 def test_inputs_need_not_be_contiguous():

@@ -1,0 +1,92 @@
+"""What the compiled operators share: their namespace, their library, and how tensors reach it."""
+
+import ctypes
+import itertools
+import subprocess
+from functools import cache, cached_property
+
+import torch
+from transformers.utils import logging
+
+from .cpu_library import load_library
+from .scan_cpu_source import SOURCE
+
+logger = logging.get_logger(__name__)
+
+KINDS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
+
+
+def free_namespace() -> str:
+    """
+    A namespace for the operators. The code of checkpoints may be loaded beside this package, and more than once, but
+    operators cannot be registered twice under one name.
+    """
+    names = itertools.chain(["mamba3_nplr"], (f"mamba3_nplr_{number}" for number in itertools.count(1)))
+    return next(name for name in names if not hasattr(getattr(torch.ops, name), "scan_cpu"))
+
+
+NAMESPACE = free_namespace()
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why compiled code cannot run on a device, or None if it can."""
+    if device.type != "cpu":
+        return f"it runs on a CPU, and the tensors are on {device.type}"
+    return build_error()
+
+
+@torch.compiler.assume_constant_result
+def build_error() -> str | None:
+    """Why the library cannot be had, or None; builds it if need be. A graph takes the answer without tracing it."""
+    return try_library()
+
+
+@cache
+def try_library() -> str | None:
+    try:
+        library()
+        return None
+    except subprocess.CalledProcessError as error:
+        reason = f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
+    except (OSError, RuntimeError) as error:  # no compiler, no place to keep the library, no home
+        reason = str(error)
+    logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
+    return reason
+
+
+def library() -> ctypes.CDLL:
+    return load_library("scan", SOURCE)
+
+
+class CompiledFunction:
+    """
+    A function of the library over one struct: the layout of the sequences, then integers, then floating-point numbers,
+    then tensors, in the order of the C++ source. What is not given is 0 or null.
+    """
+
+    def __init__(self, name: str, sizes: tuple[str, ...], tensors: tuple[str, ...], numbers: tuple[str, ...] = ()):
+        self.name = name
+        fields = [(name, ctypes.c_int64) for name in ("rows", "equal_length")]
+        fields += [(name, ctypes.c_void_p) for name in ("bounds", "order")]
+        fields += [(name, ctypes.c_int64) for name in sizes] + [(name, ctypes.c_double) for name in numbers]
+        fields += [(name, ctypes.c_void_p) for name in tensors]
+        self.struct = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+
+    @cached_property
+    def functions(self) -> dict[torch.dtype, ctypes._CFuncPtr]:
+        found = {dtype: getattr(library(), f"{self.name}_{kind}", None) for dtype, kind in KINDS.items()}
+        return {dtype: function for dtype, function in found.items() if function is not None}
+
+    def __call__(
+        self,
+        dtype: torch.dtype,
+        values: dict[str, int | float],
+        tensors: dict[str, torch.Tensor | None],
+    ) -> None:
+        pointers = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+        arguments = self.struct(**values, threads=torch.get_num_threads(), **pointers)
+        self.functions[dtype](ctypes.byref(arguments))
+
+
+def contiguous(names, tensors) -> dict[str, torch.Tensor | None]:
+    return {name: None if x is None else x.contiguous() for name, x in zip(names, tensors, strict=True)}

@@ -1,0 +1,238 @@
+"""The whole of a Mamba-3 mixer between its projections by compiled code, as a torch operator with its gradient."""
+
+from typing import NamedTuple
+
+import torch
+
+from .cpu_operator import NAMESPACE, CompiledFunction, contiguous
+from .scan_cpu import kept_slots
+from .sequence_rows import TokenOrder
+
+PROJECTIONS = ("projected", "k", "beta")
+WEIGHTS = ("dt_bias", "A_bias", "B_weight", "B_bias", "C_weight", "C_bias", "D", "norm_weight")
+STATE = ("h0", "B0", "u0", "phase0")
+NAMES = (*PROJECTIONS, *WEIGHTS, *STATE)
+FINAL = ("h", "B", "u", "phase")
+
+forward_function, backward_function = (
+    CompiledFunction(
+        f"mixer_{direction}",
+        sizes=(
+            *("tokens", "width", "heads", "state", "channels", "pairs", "threads"),
+            *("contractive", "heavy_tail"),
+        ),
+        numbers=("a_min", "epsilon"),
+        tensors=(
+            *(*NAMES, "out", *FINAL, "kept", "kept_phase"),
+            *("grad_out", *(f"grad_{name}" for name in FINAL), *(f"grad_{name}" for name in NAMES)),
+        ),
+    )
+    for direction in ("forward", "backward")
+)
+
+
+class MixerWeights(NamedTuple):
+    """
+    The parameters of a mixer that are not projections. What is None is an option: without `A_bias` the gates are
+    smooth, without `B_weight` the write is that of the delta rule, without `norm_weight` the output is not normalised.
+    """
+
+    dt_bias: torch.Tensor  # (heads,)
+    A_bias: torch.Tensor | None  # (heads,)
+    B_weight: torch.Tensor | None  # (state,)
+    B_bias: torch.Tensor | None  # (heads, state)
+    C_weight: torch.Tensor  # (state,)
+    C_bias: torch.Tensor  # (heads, state)
+    D: torch.Tensor  # (heads,)
+    norm_weight: torch.Tensor | None  # (heads * channels,)
+
+
+def values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon) -> dict[str, int | float]:
+    return {
+        "rows": h0.shape[0],
+        "equal_length": projected.shape[1],
+        "tokens": projected.shape[0] * projected.shape[1],
+        "width": projected.shape[2],
+        "heads": h0.shape[1],
+        "state": h0.shape[2],
+        "channels": h0.shape[3],
+        "pairs": phase0.shape[2],
+        "contractive": contractive,
+        "heavy_tail": heavy_tail,
+        "a_min": a_min,
+        "epsilon": epsilon,
+    }
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mixer_cpu", mutates_args=(), device_types="cpu")
+def mixer_operator(
+    projected: torch.Tensor,
+    k: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A_bias: torch.Tensor | None,
+    B_weight: torch.Tensor | None,
+    B_bias: torch.Tensor | None,
+    C_weight: torch.Tensor,
+    C_bias: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    h0: torch.Tensor,
+    B0: torch.Tensor,
+    u0: torch.Tensor,
+    phase0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
+    inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    inputs = (*inputs, h0, B0, u0, phase0)
+    outputs = make_outputs(*inputs, bounds, order, contractive, heavy_tail, a_min, epsilon)
+    if order is not None:
+        outputs[0].zero_()  # padding, which the compiled code never sees, reads as 0
+    tensors = contiguous(NAMES, inputs) | dict(zip(("out", *FINAL, "kept", "kept_phase"), outputs, strict=True))
+    options = values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon)
+    forward_function(projected.dtype, options, tensors | {"bounds": bounds, "order": order})
+    return outputs
+
+
+@mixer_operator.register_fake
+def make_outputs(
+    projected,
+    k,
+    beta,
+    dt_bias,
+    A_bias,
+    B_weight,
+    B_bias,
+    C_weight,
+    C_bias,
+    D,
+    norm_weight,
+    h0,
+    B0,
+    u0,
+    phase0,
+    bounds,
+    order,
+    *options,
+):
+    batch, length, _ = projected.shape
+    rows, heads, n, channels = h0.shape
+    slots = kept_slots(rows, batch * length)
+    return (
+        projected.new_empty(batch, length, heads * channels),
+        *(x.new_empty(x.shape) for x in (h0, B0, u0, phase0)),
+        h0.new_empty(slots, heads, n, channels),
+        phase0.new_empty(slots, heads, phase0.shape[2], dtype=torch.float64),
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mixer_cpu_backward", mutates_args=(), device_types="cpu")
+def mixer_backward_operator(
+    grad_out: torch.Tensor,
+    grad_h: torch.Tensor,
+    grad_B: torch.Tensor,
+    grad_u: torch.Tensor,
+    grad_phase: torch.Tensor,
+    kept: torch.Tensor,
+    kept_phase: torch.Tensor,
+    projected: torch.Tensor,
+    k: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A_bias: torch.Tensor | None,
+    B_weight: torch.Tensor | None,
+    B_bias: torch.Tensor | None,
+    C_weight: torch.Tensor,
+    C_bias: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    h0: torch.Tensor,
+    B0: torch.Tensor,
+    u0: torch.Tensor,
+    phase0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> list[torch.Tensor]:
+    """The gradients of all inputs that are there, in their order."""
+    inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    inputs = (*inputs, h0, B0, u0, phase0)
+    given = {f"grad_{name}": x for name, x in zip(NAMES, inputs, strict=True) if x is not None}
+    grads = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in given.items()}
+    if order is not None:
+        for name in ("grad_projected", "grad_k", "grad_beta"):
+            if name in grads:
+                grads[name].zero_()
+    names = ("grad_out", *(f"grad_{name}" for name in FINAL), "kept", "kept_phase")
+    tensors = contiguous(NAMES, inputs)
+    tensors |= contiguous(names, (grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase))
+    options = values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon)
+    backward_function(projected.dtype, options, tensors | grads | {"bounds": bounds, "order": order})
+    return list(grads.values())
+
+
+@mixer_backward_operator.register_fake
+def make_gradients(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs):
+    return [x.new_empty(x.shape) for x in inputs[: len(NAMES)] if x is not None]
+
+
+def keep_for_backward(ctx, inputs, output):
+    *tensors, contractive, heavy_tail, a_min, epsilon = inputs
+    ctx.options = (contractive, heavy_tail, a_min, epsilon)
+    ctx.save_for_backward(*tensors, *output[-2:])
+
+
+def backward(ctx, grad_out, grad_h, grad_B, grad_u, grad_phase, grad_kept, grad_kept_phase):
+    *inputs, kept, kept_phase = ctx.saved_tensors
+    grads = mixer_backward_operator(
+        grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs, *ctx.options
+    )
+    grads = iter(grads)
+    return (*(None if x is None else next(grads) for x in inputs[: len(NAMES)]), *(None,) * 6)
+
+
+mixer_operator.register_autograd(backward, setup_context=keep_for_backward)
+
+
+def mixer_cpu(
+    projected: torch.Tensor,
+    k: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    weights: MixerWeights,
+    state: tuple[torch.Tensor, ...],
+    sequences: TokenOrder,
+    *,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """
+    Args:
+        projected (batch, length, width): Columns z, x, B, C, dt, A, trap, angle.
+        k (batch, length, heads * state), beta (batch, length, heads): None without a reflection.
+        state: h, B, u and phase before these tokens, a row for each sequence.
+
+    Returns:
+        What the output projection takes, (batch, length, heads * channels), in the dtype of `projected`, and the state
+        after these tokens. Inside all is float32, or float64 if `projected` is.
+    """
+    dtype = projected.dtype
+    if dtype == torch.float16:  # the compiled code has no half precision but bfloat16
+        projected = projected.float()
+    inside = torch.promote_types(projected.dtype, torch.float32)
+    k, beta = (None if x is None else x.to(projected.dtype) for x in (k, beta))
+    weights, state = ((None if x is None else x.to(inside) for x in group) for group in (weights, state))
+    out, h, B, u, phase, *_ = mixer_operator(
+        projected, k, beta, *weights, *state, *sequences, contractive, heavy_tail, a_min, epsilon
+    )
+    return out.to(dtype), (h, B, u, phase)
