@@ -13,11 +13,11 @@ import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
 from mamba3_nplr.modeling import cpu_library
-from mamba3_nplr.modeling.cpu_operator import SOURCE
 from mamba3_nplr.modeling.mixer_cpu import MixerWeights, mixer_cpu, mixer_operator
 from mamba3_nplr.modeling.mixer_mamba3 import Mamba3State
 from mamba3_nplr.modeling.sequence_rows import TokenOrder
 from model_cases import OPTIONS, build
+from sanitized import SANITIZERS, run_sanitized
 from scan_cases import error
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
@@ -286,11 +286,6 @@ int main() {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
-    source, program = tmp_path / "fuzz.cpp", tmp_path / "fuzz"
-    source.write_text(SOURCE + SANITIZED)
-    flags = ["-O1", "-g", "-march=native", "-std=c++17", "-pthread", f"-fsanitize={sanitizer}"]
-    subprocess.run([cpu_library.compiler(), *flags, str(source), "-o", str(program)], check=True)
-    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "clean"), done.stderr
+    run_sanitized(SANITIZED, sanitizer, tmp_path)

@@ -5,7 +5,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from mamba3_nplr.modeling.cpu_operator import SOURCE, library, unavailable
 from mamba3_nplr.modeling.scan_cpu import SEGMENT, scan_operator
 from mamba3_nplr.modeling.scan_definition import ScanInputs
 from model_cases import build, tokens
+from sanitized import SANITIZERS, run_sanitized
 from scan_cases import error, hard_inputs, scan_inputs, scan_state, with_grad
 from test_scan import FORMS, run, run_with_gradients
 
@@ -170,19 +170,21 @@ SANITIZED = """
 template <typename T>
 static int fuzz(int64_t n, int64_t p, int64_t length, int64_t threads) {
     Scan<T> s{};
-    s.rows = 2, s.length = length, s.heads = 3, s.state = n, s.channels = p, s.threads = threads;
-    const int64_t tokens = s.rows * length * s.heads, pairs = s.rows * s.heads;
-    const int64_t segments = (length + kSegment - 1) / kSegment;
+    const int64_t rows = 2;
+    s.layout = {rows, length, nullptr, nullptr};
+    s.heads = 3, s.state = n, s.channels = p, s.threads = threads;
+    const int64_t tokens = rows * length * s.heads, pairs = rows * s.heads, slots = rows * length / kSegment + rows;
     std::vector<std::vector<T>> memory;
     const auto make = [&](int64_t size) { memory.emplace_back(size, T(0.1)); return memory.back().data(); };
     s.u = make(tokens * p), s.B = make(tokens * n), s.C = make(tokens * n), s.log_decay = make(tokens);
     s.write = make(tokens), s.carry = make(tokens), s.k = make(tokens * n), s.reflection = make(tokens);
     s.h0 = make(pairs * n * p), s.B0 = make(pairs * n), s.u0 = make(pairs * p);
-    s.y = make(tokens * p), s.h = make(pairs * n * p), s.kept = make(pairs * segments * n * p);
+    s.y = make(tokens * p), s.h = make(pairs * n * p), s.kept = make(slots * s.heads * n * p);
     s.grad_y = make(tokens * p), s.grad_h = make(pairs * n * p);
     s.grad_u = make(tokens * p), s.grad_B = make(tokens * n), s.grad_C = make(tokens * n);
     s.grad_log_decay = make(tokens), s.grad_write = make(tokens), s.grad_carry = make(tokens);
     s.grad_k = make(tokens * n), s.grad_reflection = make(tokens);
+    s.D = make(s.heads), s.grad_D = make(pairs);
     s.grad_h0 = make(pairs * n * p), s.grad_B0 = make(pairs * n), s.grad_u0 = make(pairs * p);
     run(s, true);
     run(s, false);
@@ -200,11 +202,6 @@ int main() {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
-    source, program = tmp_path / "fuzz.cpp", tmp_path / "fuzz"
-    source.write_text(SOURCE + SANITIZED)
-    flags = ["-O1", "-g", "-std=c++17", "-fopenmp-simd", "-pthread", f"-fsanitize={sanitizer}"]
-    subprocess.run([cpu_library.compiler(), *flags, str(source), "-o", str(program)], check=True)
-    done = subprocess.run([str(Path(program))], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "clean"), done.stderr
+    run_sanitized(SANITIZED, sanitizer, tmp_path)
