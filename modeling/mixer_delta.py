@@ -78,7 +78,7 @@ class DeltaMixer(nn.Module):
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
         q, k, v, tokens = self.queries_keys_values(hidden_states, state, mask, cu_seqlens)
         beta, log_decay = self.gates(hidden_states)
-        batch, length, steps, heads = beta.shape
+        length, steps = beta.shape[1:3]
         y, scanned = scan(
             v.flatten(1, 2),
             k.flatten(1, 2),

@@ -5,8 +5,8 @@ The mixer of IDS4 (input-dependent S4), with its residual connection and norm:
     z_t = x_t + C (P_t w + b) + c + D x_t + d
     out = LayerNorm(z_t)
 
-P_t comes as 2^e_t p_t (see `matrix_products`), and where e_t > 0 the norm is taken of 2^-e_t z_t: it is the same, if the
-number added to the variance is scaled too, and it stays finite however large the product is.
+P_t comes as 2^e_t p_t (see `matrix_products`), and where e_t > 0 the norm is taken of 2^-e_t z_t: that is the same if
+the number added to the variance is scaled too, and it stays finite however large the product is.
 """
 
 from typing import NamedTuple
@@ -50,6 +50,7 @@ class IDS4Mixer(nn.Module):
         Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
         sequence) to the state after them. `mask` and `cu_seqlens` are those of `scan`.
         """
+        skip = hidden_states + self.D(hidden_states)
         # Autocast would run the products in half precision.
         with torch.autocast(hidden_states.device.type, enabled=False):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
@@ -66,12 +67,11 @@ class IDS4Mixer(nn.Module):
             )
             read = torch.cat([y, exponents[..., None]], dim=-1)
             y, exponents = (read if rows is None else rows.scatter(read)).split([y.shape[-1], 1], dim=-1)
-            skip = hidden_states + F.linear(hidden_states, self.D.weight, self.D.bias)
             output = self.combine(y, exponents, skip.to(dtype))
         return output.to(hidden_states.dtype), IDS4State(*product)
 
     def combine(self, y: torch.Tensor, exponents: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        """LayerNorm(C (2^e y + b) + c + skip) for y (batch, length, s), e (batch, length, 1), skip (batch, length, d)."""
+        """LayerNorm(C (2^e y + b) + c + skip), e (batch, length, 1) being the exponents."""
         common = exponents.clamp(min=0.0)
         small = torch.exp2(-common)
         read = torch.exp2(exponents - common) * y + small * self.proj.bias.to(y.dtype)
