@@ -90,9 +90,9 @@ def test_every_option_survives_a_round_trip(option, tmp_path):
 
 def checkpoints_to_load() -> dict:
     """Models of all families by the name of the Auto class that loads them and their own kind."""
-    models = {
-        f"{auto}_nplr": build(kind, "learned_state", dtype=torch.float32) for auto, (_, kind) in AUTO_CLASSES.items()
-    }
+    models = {}
+    for auto, (_, kind) in AUTO_CLASSES.items():
+        models[f"{auto}_nplr"] = build(kind, "learned_state", dtype=torch.float32)
     heads = dict(zip(AUTO_CLASSES, HEADS, strict=True))
     for case in ("gdp_everything", "ids4"):
         models |= {f"{auto}_{case}": build_case(case, head, dtype=torch.float32) for auto, head in heads.items()}

@@ -45,7 +45,7 @@ from mamba3_nplr import AutoModelForBehaviorCloning, DeltaFamilyConfig, DeltaFam
 assert type(AutoModel.from_config(DeltaFamilyConfig())) is DeltaFamilyModel
 assert AutoModelForBehaviorCloning.from_config(Mamba3NPLRConfig()).num_parameters() == 74832
 """
-SUBMODULES = ("modeling_mamba3_nplr", "modeling_ids4", "sequence_model", "heads", "auto")
+SUBMODULES = ("modeling_ids4", "sequence_model")
 
 
 def python(code, cwd, **environment):
