@@ -49,28 +49,50 @@ def running_products(
         p_t w (batch, length, s), the exponents e_t (batch, length), and the product after the last step. Gradients flow
         to all but exponents.
     """
-    chunk = max(1, chunk_elements // max(1, x.shape[0] * A.shape[1] ** 2))
-    y, exponents, p = RunningProducts.apply(x, A, w, initial.p, lengths, chunk)
+    size = max(1, chunk_elements // max(1, x.shape[0] * A.shape[1] ** 2))
+    y, exponents, p = RunningProducts.apply(x, A, w, initial.p, lengths, size)
     exponents = initial.exponent + exponents
     last = torch.cat([initial.exponent, exponents], dim=1)[:, -1:]
     return y, exponents, ScaledProduct(p, last)
+
+
+class Chunk(NamedTuple):
+    """
+    The matrices of some steps. Inputs that are equal, as those of a token in the first layer are, share one matrix: to
+    make it costs more than to multiply by it.
+    """
+
+    steps: slice
+    inputs: torch.Tensor  # (distinct, d)
+    sums: torch.Tensor  # (distinct, s, s), before the activation
+    matrices: torch.Tensor  # (distinct, s, s)
+    index: torch.Tensor  # (batch, steps), which of them a step takes
+    filled: torch.Tensor | None  # (batch, steps), whether a step counts; all do if None
+
+    def unbind(self):
+        """The matrices of one step after another, (batch, s, s); identities where a step does not count."""
+        for step, index in enumerate(self.index.unbind(1)):
+            matrix = self.matrices[index]
+            if self.filled is not None:
+                eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+                matrix = torch.where(self.filled[:, step, None, None], matrix, eye)
+            yield matrix
 
 
 class RunningProducts(torch.autograd.Function):
     """p_t w, the exponents relative to the start, and the last p; one chunk in memory at a time."""
 
     @staticmethod
-    def forward(ctx, x, A, w, p, lengths, chunk):
+    def forward(ctx, x, A, w, p, lengths, size):
         starts, outputs, scales = [], [], []
-        for start in range(0, x.shape[1], chunk):
-            _, matrices = make_matrices(x, A, lengths, start, chunk)
+        for start in range(0, x.shape[1], size):
             starts.append(p)
-            for matrix in matrices.unbind(1):
+            for matrix in make_chunk(x, A, lengths, start, size).unbind():
                 p, scale = rescale(p @ matrix)
                 outputs.append(p @ w)
                 scales.append(scale)
         ctx.save_for_backward(x, A, w, lengths, *starts, *scales)
-        ctx.chunk = chunk
+        ctx.size = size
         y, exponents = x.new_zeros(*x.shape[:2], len(w)), x.new_zeros(x.shape[:2])
         if outputs:
             y = torch.stack(outputs, dim=1)
@@ -82,47 +104,58 @@ class RunningProducts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y, _, grad_p):
         x, A, w, lengths, *kept = ctx.saved_tensors
-        length, chunk = x.shape[1], ctx.chunk
-        chunks = range(0, length, chunk)
+        chunks = range(0, x.shape[1], ctx.size)
         starts, scales = kept[: len(chunks)], kept[len(chunks) :]
         grad_x, grad_A, grad_w = torch.zeros_like(x), torch.zeros_like(A), torch.zeros_like(w)
-        for p, start in reversed(list(zip(starts, chunks, strict=True))):
-            sums, matrices = make_matrices(x, A, lengths, start, chunk)
-            steps = matrices.shape[1]
-            products = [p]
-            for matrix, scale in zip(matrices.unbind(1), scales[start:], strict=False):
-                products.append(p := (p @ matrix) * scale[:, None, None])
-            for step in reversed(range(steps)):
-                gradient = grad_y[:, start + step]
-                grad_w += (products[step + 1].mT @ gradient[..., None]).sum(0).squeeze(-1)
-                grad_p = (grad_p + gradient[..., None] * w) * scales[start + step][:, None, None]
-                matrix = matrices[:, step].clone()
-                # In place of the matrix, which is needed no more.
-                matrices[:, step] = products[step].mT @ grad_p
-                grad_p = grad_p @ matrix.mT
-            grad_sums = gelu_gradient(matrices, sums)
-            if lengths is not None:
-                grad_sums = grad_sums * filled(lengths, start, steps)[..., None, None]
-            piece = x[:, start : start + steps].flatten(0, 1)
-            grad_sums = grad_sums.flatten(0, 1).flatten(1)
-            grad_x[:, start : start + steps] = (grad_sums @ A.flatten(1).mT).unflatten(0, (-1, steps))
-            grad_A += (piece.mT @ grad_sums).view_as(A)
+        for start, p in reversed(list(zip(chunks, starts, strict=True))):
+            chunk = make_chunk(x, A, lengths, start, ctx.size)
+            steps = chunk.steps
+            grad_matrices, grad_p, grad_w_chunk = backward_through_products(
+                chunk, p, scales[steps], w, grad_y[:, steps], grad_p
+            )
+            grad_w += grad_w_chunk
+            grad_sums = torch.ops.aten.gelu_backward(grad_matrices, chunk.sums[chunk.index]).flatten(2)
+            grad_x[:, steps] = grad_sums @ A.flatten(1).mT
+            by_input = torch.zeros_like(chunk.sums).flatten(1)
+            by_input.index_add_(0, chunk.index.flatten(), grad_sums.flatten(0, 1))
+            grad_A += (chunk.inputs.mT @ by_input).view_as(A)
         return grad_x, grad_A, grad_w, grad_p, None, None
 
 
-def make_matrices(x, A, lengths, start, chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sums and the matrices A_t of the steps of a chunk, (batch, steps, s, s); identities past a row's end."""
-    piece = x[:, start : start + chunk]
-    sums = (piece.flatten(0, 1) @ A.flatten(1)).view(*piece.shape[:2], *A.shape[1:])
-    matrices = F.gelu(sums)
+def backward_through_products(chunk: Chunk, p, scales, w, grad_y, grad_p):
+    """The gradients of the matrices of a chunk (batch, steps, s, s), of the product before it, and of w."""
+    matrices, products = list(chunk.unbind()), [p]
+    for matrix, scale in zip(matrices, scales, strict=True):
+        products.append((products[-1] @ matrix) * scale[:, None, None])
+    gradients, grad_w = [], torch.zeros_like(w)
+    # Backwards; what has been used goes, to make room for the gradients.
+    for gradient, scale in zip(reversed(grad_y.unbind(1)), reversed(scales), strict=True):
+        grad_w += (products.pop().mT @ gradient[..., None]).sum(0).squeeze(-1)
+        grad_p = (grad_p + gradient[..., None] * w) * scale[:, None, None]
+        gradients.append(products[-1].mT @ grad_p)
+        grad_p = grad_p @ matrices.pop().mT
+    gradients = torch.stack(gradients[::-1], dim=1)
+    if chunk.filled is not None:
+        gradients = gradients * chunk.filled[..., None, None]
+    return gradients, grad_p, grad_w
+
+
+def make_chunk(x, A, lengths, start, size) -> Chunk:
+    steps = slice(start, min(start + size, x.shape[1]))
+    piece = x[:, steps]
+    inputs, index = distinct(piece.flatten(0, 1))
+    sums = (inputs @ A.flatten(1)).unflatten(1, A.shape[1:])
+    filled = None
     if lengths is not None:
-        eye = torch.eye(A.shape[1], dtype=A.dtype, device=A.device)
-        matrices = torch.where(filled(lengths, start, piece.shape[1])[..., None, None], matrices, eye)
-    return sums, matrices
+        filled = torch.arange(steps.start, steps.stop, device=x.device) < lengths[:, None]
+    return Chunk(steps, inputs, sums, F.gelu(sums), index.view(piece.shape[:2]), filled)
 
 
-def filled(lengths: torch.Tensor, start: int, steps: int) -> torch.Tensor:
-    return torch.arange(start, start + steps, device=lengths.device) < lengths[:, None]
+def distinct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct rows of x (number, d), and which of them each row is; all, where a look at values would cost."""
+    if x.is_cpu and not torch.compiler.is_compiling():
+        return torch.unique(x, dim=0, return_inverse=True)
+    return x, torch.arange(len(x), device=x.device)
 
 
 def rescale(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +166,3 @@ def rescale(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     usual = (largest > 4 * torch.finfo(product.dtype).tiny) & largest.isfinite()
     scale = torch.where(usual, 2 * mantissa / largest, 1.0)
     return product * scale[:, None, None], scale
-
-
-def gelu_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(grad, x)

@@ -25,7 +25,11 @@ def sequential(x, A, w, p, lengths=None):
 
 def product_inputs(batch=3, length=11, d=4, s=5):
     shapes = (batch, length, d), (d, s, s), (s,), (batch, s, s)
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    # Equal inputs share a matrix; each must get its own gradient all the same.
+    inputs[0][:, length // 2] = inputs[0][:, 0]
+    inputs[0][-1, :2] = inputs[0][0, 1]
+    return [x.requires_grad_() for x in inputs]
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 3 * 25 * 4, 10**6])
