@@ -63,6 +63,15 @@ def test_padding_anywhere_changes_nothing(case):
     assert all(torch.equal(a, b) for a, b in zip(states(other[1]), states(found[1]), strict=True))
 
 
+@pytest.mark.parametrize("case", ["gdn", "ids4"])
+@torch.no_grad()
+def test_every_hidden_state_is_zero_at_padding(case):
+    mask = torch.tensor([[1] * 5, [0] * 2 + [1] * 3])
+    result = build_case(case)(tokens(2, 5), attention_mask=mask, output_hidden_states=True)
+    assert len(result.hidden_states) == 3
+    assert not any(x[mask == 0].any() for x in result.hidden_states)
+
+
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_a_padded_row_waits_unchanged(case):

@@ -127,6 +127,16 @@ def test_products_beyond_the_range_of_float32_are_no_problem():
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
 
 
+@torch.no_grad()
+def test_products_that_vanish_leave_the_rest():
+    mixer = build_case("ids4").layers[0].mixer
+    x = 1e-3 * torch.randn(2, 40, 12, dtype=torch.float64)
+    expected = torch.stack([equations(mixer, row) for row in x])
+    found, state = mixer.float()(x.float())
+    assert state.exponent.max() < -200
+    assert error(found, expected) < 1e-5
+
+
 def test_sizes_of_the_paper():
     config_class, fields = PRESETS["ids4"]
     model = IDS4ForBehaviorCloning(config_class(**fields))
