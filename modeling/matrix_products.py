@@ -3,9 +3,9 @@ Running products of input-dependent matrices, read along one direction:
 
     A_t = gelu(sum_i x_t[i] A[i])        P_t = P_{t-1} A_t        y_t = P_t w
 
-The products grow or shrink exponentially with t, beyond any floating-point range within a hundred steps, so they are
-kept as P_t = 2^e_t p_t, with the integer e_t such that the largest element of p_t lies between 1 and 2. Scaling by a
-power of two rounds nothing: wherever the product itself is in range the result is the same to the last bit.
+The products grow or shrink exponentially with t, beyond the range of float32 within tens of steps, so they are kept as
+P_t = 2^e_t p_t, with the integer e_t such that the largest element of p_t lies between 1 and 2. Scaling by a power of
+two rounds nothing: wherever the product itself is in range the result is the same to the last bit.
 
 The matrices of a whole sequence would fill the memory (batch 64, length 64, 110 x 110: 200 MB, several times over in
 a gradient), so they are made chunk by chunk, and once more in the backward pass, which needs only the product before
@@ -36,7 +36,8 @@ def running_products(
     w: torch.Tensor,
     initial: ScaledProduct,
     lengths: torch.Tensor | None = None,
-    chunk_elements: int = 2**23,
+    *,
+    chunk_elements: int,
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledProduct]:
     """
     Args:

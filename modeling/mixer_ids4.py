@@ -63,7 +63,7 @@ class IDS4Mixer(nn.Module):
                 self.proj.weight[0].to(dtype),
                 ScaledProduct(*(part.to(dtype) for part in state)),
                 None if rows is None else rows.lengths,
-                self.config.chunk_elements,
+                chunk_elements=self.config.chunk_elements,
             )
             read = torch.cat([y, exponents[..., None]], dim=-1)
             y, exponents = (read if rows is None else rows.scatter(read)).split([y.shape[-1], 1], dim=-1)

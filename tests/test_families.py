@@ -215,18 +215,17 @@ def test_gradient_checkpointing_changes_no_gradient(case, reentrant):
 @pytest.mark.parametrize("case", ["gdp_everything", "ids4"])
 def test_torch_compile_without_graph_breaks(case):
     model = build_case(case, num_hidden_layers=1)
-    ids, mask = tokens(2, 6), torch.tensor([[0] * 2 + [1] * 4, [1] * 6])
+    inputs = {"input_ids": tokens(2, 4), "attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])}
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     weight = torch.randn(12, dtype=torch.float64)
-    for given in ({}, {"attention_mask": mask}):
-        gradients = []
-        for run in (model, compiled):
-            model.zero_grad()
-            result = run(ids, **given).last_hidden_state
-            (result * weight).square().sum().backward()
-            gradients.append([result.detach(), *(p.grad.clone() for p in model.parameters())])
-        assert all(error(a, b) < 1e-10 for a, b in zip(*gradients, strict=True))
+    results = []
+    for run in (model, compiled):
+        model.zero_grad()
+        found = run(**inputs).last_hidden_state
+        (found * weight).square().sum().backward()
+        results.append([found.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(error(a, b) < 1e-10 for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("case", ["gdp_everything", "ids4"])

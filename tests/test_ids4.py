@@ -38,7 +38,7 @@ def test_running_products_are_the_sequential_ones_with_all_gradients(lengths, ch
     inputs = product_inputs()
     lengths = None if lengths is None else torch.tensor(lengths)
     start = ScaledProduct(inputs[3], torch.zeros(3, 1, dtype=torch.float64))
-    y, exponents, last = running_products(*inputs[:3], start, lengths, chunk_elements)
+    y, exponents, last = running_products(*inputs[:3], start, lengths, chunk_elements=chunk_elements)
     found = torch.exp2(exponents)[..., None] * y, torch.exp2(last.exponent)[..., None] * last.p
     expected = sequential(*inputs, lengths)
     assert exponents.max() > 3  # or there was nothing to scale
@@ -58,7 +58,7 @@ def test_gradcheck():
     zero = torch.zeros(2, 1, dtype=torch.float64)
 
     def function(x, A, w, p):
-        y, exponents, last = running_products(x, A, w, ScaledProduct(p, zero), None, 20)
+        y, exponents, last = running_products(x, A, w, ScaledProduct(p, zero), chunk_elements=20)
         return torch.exp2(exponents)[..., None] * y, torch.exp2(last.exponent)[..., None] * last.p
 
     assert torch.autograd.gradcheck(function, inputs)
@@ -68,14 +68,14 @@ def test_gradcheck():
 def test_scaling_by_powers_of_two_changes_no_bit():
     x, A, w, _ = product_inputs()
     start = identity_products(3, 5, x)
-    y, exponents, last = running_products(x, A, w, start)
+    y, exponents, last = running_products(x, A, w, start, chunk_elements=200)
     expected, _ = sequential(x, A, w, start.p)
     # The matrices come from one product of matrices here and from an einsum there: only their own rounding differs.
     assert error(torch.exp2(exponents)[..., None] * y, expected) < 1e-13
     largest = last.p.abs().amax((1, 2))
     assert (largest >= 1).all() and (largest < 2).all()
     assert torch.equal(last.exponent, last.exponent.round())
-    halves = running_products(x, A, w, ScaledProduct(start.p, start.exponent - 7))
+    halves = running_products(x, A, w, ScaledProduct(start.p, start.exponent - 7), chunk_elements=200)
     assert torch.equal(halves[0], y) and torch.equal(halves[1], exponents - 7)
 
 
@@ -157,7 +157,7 @@ def test_memory_is_bounded_by_the_chunks():
     x, A, w, _ = product_inputs(batch=2, length=64, d=4, s=16)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda x: x):
-        running_products(x, A, w, identity_products(2, 16, x), None, 2 * 16 * 16 * 8)
+        running_products(x, A, w, identity_products(2, 16, x), chunk_elements=2 * 16 * 16 * 8)
     # Inputs, 8 products of 16 x 16 for 2 rows, and one power of two for each row and step.
     assert sum(kept) == x.numel() + A.numel() + w.numel() + 8 * 2 * 16 * 16 + 64 * 2
 
