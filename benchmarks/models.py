@@ -1,5 +1,5 @@
 """
-A training step of each model of the paper, at the shapes of two of its tasks, as a ratio to that of Mamba-3 + NPLR.
+A training step of each model of the paper, on batches of two of its tasks, as a ratio to that of Mamba-3 + NPLR.
 
     python benchmarks/models.py [--repeats N] [--models NAME ...] [--out results/models.json]
 
@@ -19,6 +19,7 @@ import torch
 from mamba3_nplr import Mamba3NPLRConfig
 from mamba3_nplr.configuration.configuration_delta_family import PRESETS as DELTA_FAMILY
 from mamba3_nplr.configuration.configuration_ids4 import PRESETS as IDS4
+from mamba3_nplr.datasets_scripts.tasks import make_task
 
 REFERENCE = "nplr"
 MODELS = {
@@ -30,27 +31,22 @@ MODELS = {
     **DELTA_FAMILY,
     **IDS4,
 }
-# Batch, length, head, and fields of the task.
-SHAPES = {
-    "S5": (64, 64, "ForSequenceClassification", {"vocab_size": 4, "num_labels": 120}),
-    "shell": (32, 213, "ForBehaviorCloning", {}),
-}
+# The task whose batches are trained on, and the head that it needs.
+SHAPES = {"S5": ("s5_generators", "ForSequenceClassification"), "shell": ("shell", "ForBehaviorCloning")}
+LAST_STEP = 59_999  # where the length of words has grown to 64
 
 
 class Trainee:
     """A model with its optimiser and a batch."""
 
     def __init__(self, name: str, shape: str):
-        batch, length, head, task = SHAPES[shape]
+        task_name, head = SHAPES[shape]
+        task = make_task(task_name)
         config_class, fields = MODELS[name]
         model_class = getattr(mamba3_nplr, config_class.__name__.removesuffix("Config") + head)
-        self.model = model_class(config_class(**fields, **task)).train()
+        self.model = model_class(config_class(**fields, **task.model_fields)).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
-        if head == "ForBehaviorCloning":
-            self.inputs = {"observations": torch.rand(batch, length, 16), "labels": torch.rand(batch, length, 2)}
-        else:
-            ids, labels = torch.randint(0, 4, (batch, length)), torch.randint(0, 120, (batch, length))
-            self.inputs = {"input_ids": ids, "labels": labels}
+        self.inputs = task.batch(seed=0, step=LAST_STEP)
 
     def step(self) -> float:
         """Seconds of one training step."""
