@@ -6,13 +6,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
-from .modeling_mamba3_nplr import (
-    Mamba3NPLRForBehaviorCloning,
-    Mamba3NPLRForSequenceClassification,
-    Mamba3NPLRForTokenClassification,
-    Mamba3NPLRModel,
-)
+from . import modeling_delta_family, modeling_ids4, modeling_mamba3_nplr
 
 
 class AutoModelForBehaviorCloning(_BaseAutoModelClass):
@@ -21,7 +15,18 @@ class AutoModelForBehaviorCloning(_BaseAutoModelClass):
     _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
 
 
-AutoModel.register(Mamba3NPLRConfig, Mamba3NPLRModel)
-AutoModelForSequenceClassification.register(Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification)
-AutoModelForTokenClassification.register(Mamba3NPLRConfig, Mamba3NPLRForTokenClassification)
-AutoModelForBehaviorCloning.register(Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning)
+AUTO_CLASSES = (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoModelForBehaviorCloning,
+)
+FAMILIES = {
+    modeling_mamba3_nplr: modeling_mamba3_nplr.Mamba3NPLRPreTrainedModel,
+    modeling_delta_family: modeling_delta_family.DeltaFamilyPreTrainedModel,
+    modeling_ids4: modeling_ids4.IDS4PreTrainedModel,
+}
+
+for module, family in FAMILIES.items():
+    for auto_class in AUTO_CLASSES:
+        auto_class.register(family.config_class, getattr(module, family.auto_classes[auto_class.__name__]))

@@ -76,7 +76,7 @@ class SequenceClassificationMixin(HeadMixin):
     def __init__(self, config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=config.projection_bias)
         self.post_init()
 
     @can_return_tuple
@@ -178,7 +178,7 @@ class TokenClassificationMixin(HeadMixin):
     def __init__(self, config):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=config.projection_bias)
         self.post_init()
 
     @can_return_tuple
@@ -232,7 +232,7 @@ class BehaviorCloningMixin(HeadMixin):
     """
     A policy: observations (batch, time, observation_size) to actions (batch, time, action_size).
 
-    The output map is as wide as an observation and its first components are the action, as in the paper. `labels` are
+    The first components of the output map are the action; its width is `config.action_head_size`. `labels` are
     demonstrated actions; frames that are masked out, or whose label is -100, do not count. In a control loop, `reset()`
     starts an episode and `select_action(observation)` runs one step on the kept state.
     """
@@ -245,7 +245,7 @@ class BehaviorCloningMixin(HeadMixin):
             config = copy.deepcopy(config)
             config.input_type = "observations"
         super().__init__(config)
-        self.action_head = nn.Linear(config.hidden_size, max(config.observation_size, config.action_size), bias=False)
+        self.action_head = nn.Linear(config.hidden_size, config.action_head_size, bias=config.projection_bias)
         self.policy_cache = None
         self.post_init()
 

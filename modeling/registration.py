@@ -12,12 +12,14 @@ from importlib.util import find_spec
 PACKAGE = __name__.rpartition(".")[0]
 CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 MODELS = "transformers.models.auto.modeling_auto"
-OUR_MODELS = f"{PACKAGE}.modeling_mamba3_nplr"
+OUR_MODELS = tuple(
+    f"{PACKAGE}.{name}" for name in ("sequence_model", "modeling_mamba3_nplr", "modeling_delta_family", "modeling_ids4")
+)
 
 
 def register() -> None:
     """Registers at once with what is loaded already, and with the rest as soon as it is loaded."""
-    actions = {CONFIGURATIONS: register_configuration, MODELS: load_models, OUR_MODELS: register_models}
+    actions = {CONFIGURATIONS: register_configurations} | dict.fromkeys((MODELS, *OUR_MODELS), register_models)
     waiting = {name: action for name, action in actions.items() if name not in sys.modules}
     sys.meta_path.insert(0, AfterImport(waiting))
     for name, action in actions.items():
@@ -25,18 +27,15 @@ def register() -> None:
             action()
 
 
-def register_configuration() -> None:
+def register_configurations() -> None:
     from transformers.models.auto.configuration_auto import AutoConfig
 
+    from ..configuration.configuration_delta_family import DeltaFamilyConfig
+    from ..configuration.configuration_ids4 import IDS4Config
     from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
 
-    AutoConfig.register(Mamba3NPLRConfig.model_type, Mamba3NPLRConfig)
-
-
-def load_models() -> None:
-    # If our models are being loaded just now, this was called on their behalf and their own turn comes.
-    if OUR_MODELS not in sys.modules:
-        import_module(OUR_MODELS)
+    for config_class in (Mamba3NPLRConfig, DeltaFamilyConfig, IDS4Config):
+        AutoConfig.register(config_class.model_type, config_class)
 
 
 def register_models() -> None:
@@ -44,10 +43,15 @@ def register_models() -> None:
 
 
 class AfterImport(MetaPathFinder):
-    """Calls an action once after a module has been imported, by whomever."""
+    """
+    Calls an action once after a module has been imported, by whomever, and when no other of the modules is still being
+    loaded: ours load those of transformers, and could not be imported from there.
+    """
 
     def __init__(self, actions: dict[str, Callable[[], None]]):
         self.actions = actions
+        self.loading = set()
+        self.due = []
 
     def find_spec(self, name, path=None, target=None):
         # Taken out first, so that the search below finds the module's own loader.
@@ -60,8 +64,14 @@ class AfterImport(MetaPathFinder):
         execute = spec.loader.exec_module
 
         def execute_then_act(module):
-            execute(module)
-            action()
+            self.loading.add(name)
+            try:
+                execute(module)
+            finally:
+                self.loading.discard(name)
+            self.due.append(action)
+            while self.due and not self.loading:
+                self.due.pop(0)()
 
         spec.loader.exec_module = execute_then_act
         return spec

@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 import torch
+from family_cases import HEADS, build_case
 from mamba3_nplr import (
     AutoModelForBehaviorCloning,
     Mamba3NPLRConfig,
@@ -39,20 +40,20 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     from safetensors.torch import load_file
 
     for folder in sorted(Path(sys.argv[1]).iterdir()):
-        auto, inputs = folder.name, load_file(folder / "inputs.safetensors")
+        auto, inputs = folder.name.partition("_")[0], load_file(folder / "inputs.safetensors")
         expected = inputs.pop("expected")
         # There is no Auto class for policies in transformers: AutoModel loads them.
         auto_class = getattr(transformers, auto, transformers.AutoModel)
-        model = auto_class.from_pretrained(folder / f"checkpoint_{auto}", trust_remote_code=True)
+        model = auto_class.from_pretrained(folder / f"checkpoint_{folder.name}", trust_remote_code=True)
         with torch.no_grad():
             found = model(**inputs)[0]
         assert torch.equal(found, expected), auto
         model.save_pretrained(folder / "again")
         if "Behavior" in auto:
             model.select_action(inputs["observations"][:, 0])
-        print(auto, type(model).__name__, type(model).__module__.partition(".")[0])
+        print(folder.name, type(model).__name__, type(model).__module__.partition(".")[0])
     # The code of one checkpoint loads beside that of another, and again if it has changed.
-    scan = folder / f"checkpoint_{auto}" / "scan_cpu.py"
+    scan = folder / f"checkpoint_{folder.name}" / "scan_cpu.py"
     source = scan.read_text()
     scan.write_text(source + "# changed")
     model = auto_class.from_pretrained(scan.parent, trust_remote_code=True)
@@ -87,14 +88,24 @@ def test_every_option_survives_a_round_trip(option, tmp_path):
     assert all(torch.equal(x, model.state_dict()[name]) for name, x in loaded.state_dict().items())
 
 
+def checkpoints_to_load() -> dict:
+    """Models of all families by the name of the Auto class that loads them and their own kind."""
+    models = {}
+    for auto, (_, kind) in AUTO_CLASSES.items():
+        models[f"{auto}_nplr"] = build(kind, "learned_state", dtype=torch.float32)
+    heads = dict(zip(AUTO_CLASSES, HEADS, strict=True))
+    for case in ("gdp_everything", "ids4"):
+        models |= {f"{auto}_{case}": build_case(case, head, dtype=torch.float32) for auto, head in heads.items()}
+    return models
+
+
 def test_checkpoints_load_where_the_package_is_not(tmp_path):
-    (tmp_path / "saved").mkdir()
-    for auto, (_, model_class) in AUTO_CLASSES.items():
-        folder = tmp_path / "saved" / auto
-        model = build(model_class, "learned_state", dtype=torch.float32)
+    models = checkpoints_to_load()
+    for name, model in models.items():
+        folder = tmp_path / "saved" / name
         # transformers names the code of a local folder after the folder alone, so each needs a name of its own.
-        model.save_pretrained(folder / f"checkpoint_{auto}")
-        inputs = {"observations": OBSERVATIONS} if "Behavior" in auto else {"input_ids": IDS}
+        model.save_pretrained(folder / f"checkpoint_{name}")
+        inputs = {"observations": OBSERVATIONS} if "Behavior" in name else {"input_ids": IDS}
         with torch.no_grad():
             save_file(inputs | {"expected": model(**inputs)[0].contiguous()}, folder / "inputs.safetensors")
     environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin"}
@@ -102,12 +113,10 @@ def test_checkpoints_load_where_the_package_is_not(tmp_path):
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        word
-        for auto, (_, model_class) in sorted(AUTO_CLASSES.items())
-        for word in (auto, model_class.__name__, "transformers_modules")
+        word for name in sorted(models) for word in (name, type(models[name]).__name__, "transformers_modules")
     ]
-    for auto in AUTO_CLASSES:
-        first, again = (tmp_path / "saved" / auto / name for name in (f"checkpoint_{auto}", "again"))
+    for name in models:
+        first, again = (tmp_path / "saved" / name / folder for folder in (f"checkpoint_{name}", "again"))
         names = sorted(path.name for path in first.iterdir())
         assert names == sorted(path.name for path in again.iterdir())
         assert filecmp.cmpfiles(first, again, names, shallow=False)[1:] == ([], [])

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 from mamba3_nplr import Mamba3NPLRConfig
-from mamba3_nplr.configuration.configuration_mamba3_nplr import FORMAT_VERSION
+from mamba3_nplr.configuration.configuration_sequence_model import FORMAT_VERSION
 from transformers import AutoConfig, PreTrainedConfig
 
 PAPER = {

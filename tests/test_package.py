@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CONFIG_MAP
 names = set(CONFIG_MAPPING.keys())
 mamba2 = CONFIG_MAPPING["mamba2"]
 import mamba3_nplr
-assert set(CONFIG_MAPPING.keys()) - names == {"mamba3_nplr"}
+assert set(CONFIG_MAPPING.keys()) - names == {"mamba3_nplr", "delta_family", "input_dependent_s4"}
 assert CONFIG_MAPPING["mamba2"] is mamba2
 assert type(AutoModel.from_config(AutoConfig.for_model("mamba3_nplr"))) is mamba3_nplr.Mamba3NPLRModel
 """
@@ -39,12 +39,13 @@ assert type(model).__name__ == "Mamba3NPLRForSequenceClassification" and model.n
 """
 
 SUBMODULE_FIRST = """
-from mamba3_nplr.modeling.modeling_mamba3_nplr import Mamba3NPLRModel
+import mamba3_nplr.modeling.{}
 from transformers import AutoModel
-from mamba3_nplr import AutoModelForBehaviorCloning, Mamba3NPLRConfig
-assert type(AutoModel.from_config(Mamba3NPLRConfig())) is Mamba3NPLRModel
+from mamba3_nplr import AutoModelForBehaviorCloning, DeltaFamilyConfig, DeltaFamilyModel, Mamba3NPLRConfig
+assert type(AutoModel.from_config(DeltaFamilyConfig())) is DeltaFamilyModel
 assert AutoModelForBehaviorCloning.from_config(Mamba3NPLRConfig()).num_parameters() == 74832
 """
+SUBMODULES = ("modeling_ids4", "sequence_model")
 
 
 def python(code, cwd, **environment):
@@ -59,7 +60,7 @@ def test_importing_is_quiet_and_light(tmp_path):
 
 
 def test_the_auto_classes_know_the_models_in_any_order_of_imports(tmp_path):
-    for code in (REGISTERS, REGISTERS_WITHOUT_BEING_ASKED, SUBMODULE_FIRST):
+    for code in (REGISTERS, REGISTERS_WITHOUT_BEING_ASKED, *map(SUBMODULE_FIRST.format, SUBMODULES)):
         python(code, tmp_path)
 
 

@@ -4,6 +4,16 @@ import unittest
 
 import torch
 from mamba3_nplr import (
+    DeltaFamilyConfig,
+    DeltaFamilyForBehaviorCloning,
+    DeltaFamilyForSequenceClassification,
+    DeltaFamilyForTokenClassification,
+    DeltaFamilyModel,
+    IDS4Config,
+    IDS4ForBehaviorCloning,
+    IDS4ForSequenceClassification,
+    IDS4ForTokenClassification,
+    IDS4Model,
     Mamba3NPLRConfig,
     Mamba3NPLRForBehaviorCloning,
     Mamba3NPLRForSequenceClassification,
@@ -11,9 +21,16 @@ from mamba3_nplr import (
     Mamba3NPLRModel,
 )
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.testing_utils import torch_device
 from transformers_common import ConfigTester, common
 
+# Sizes of the small model of each family, beside those that all share.
+SIZES = {
+    Mamba3NPLRConfig: {"state_size": 8, "head_dim": 8, "expand": 2, "num_rope_pairs": 2, "chunk_size": 8},
+    DeltaFamilyConfig: {"head_key_dim": 8, "head_value_dim": 8, "intermediate_size": 16, "chunk_size": 8},
+    IDS4Config: {"state_size": 6, "chunk_elements": 1000},
+}
 OPTIONS = {
     "reflection_form": "contractive",
     "injection": "delta",
@@ -32,36 +49,33 @@ class ModelTester:
     num_hidden_layers = 2
     is_training = True
 
-    def __init__(self, **options):
+    def __init__(self, config_class, **options):
+        self.config_class = config_class
         self.options = options
 
-    def get_config(self) -> Mamba3NPLRConfig:
-        return Mamba3NPLRConfig(
+    def get_config(self):
+        return self.config_class(
             vocab_size=99,
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_hidden_layers,
-            state_size=8,
-            head_dim=8,
-            expand=2,
-            num_rope_pairs=2,
-            chunk_size=8,
             observation_size=6,
+            **SIZES[self.config_class],
             **self.options,
         )
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[Mamba3NPLRConfig, dict[str, torch.Tensor]]:
+    def prepare_config_and_inputs_for_common(self) -> tuple[PreTrainedConfig, dict[str, torch.Tensor]]:
         config = self.get_config()
         mask = torch.ones(self.batch_size, self.seq_length, dtype=torch.long, device=torch_device)
         mask[0, :3] = 0
         mask[-1, -4:] = 0
         return config, {**self.prepare_main_input(config), "attention_mask": mask}
 
-    def prepare_main_input(self, config: Mamba3NPLRConfig) -> dict[str, torch.Tensor]:
+    def prepare_main_input(self, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
         return {"input_ids": common.ids_tensor([self.batch_size, self.seq_length], config.vocab_size)}
 
 
 class PolicyTester(ModelTester):
-    def prepare_main_input(self, config: Mamba3NPLRConfig) -> dict[str, torch.Tensor]:
+    def prepare_main_input(self, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
         return {"observations": common.floats_tensor([self.batch_size, self.seq_length, config.observation_size])}
 
 
@@ -69,16 +83,19 @@ class CommonTests(common.ModelTesterMixin):
     """What the test cases below share."""
 
     model_tester_class = ModelTester
+    config_class = Mamba3NPLRConfig
+    # num_heads in place of num_attention_heads: the heads are those of a recurrence.
+    common_properties = ["hidden_size", "num_heads", "num_hidden_layers"]
     options = {}
     has_attentions = False
     # Otherwise a model without the copyright line of a model inside transformers is taken for an old one.
     test_can_init_all_missing_weights_before_2023 = True
 
     def setUp(self):
-        self.model_tester = self.model_tester_class(**self.options)
-        # num_heads in place of num_attention_heads: the heads are those of a recurrence.
-        properties = ["hidden_size", "num_heads", "num_hidden_layers"]
-        self.config_tester = ConfigTester(self, Mamba3NPLRConfig, common_properties=properties, **self.options)
+        self.model_tester = self.model_tester_class(self.config_class, **self.options)
+        self.config_tester = ConfigTester(
+            self, self.config_class, common_properties=self.common_properties, **self.options
+        )
 
     def test_config(self):
         self.config_tester.run_common_tests()
@@ -135,3 +152,35 @@ class PolicyTest(CommonTests, unittest.TestCase):
 
 class PolicyWithOptionsTest(PolicyTest):
     options = OPTIONS
+
+
+class DeltaFamilyTest(TokenModelsTest):
+    config_class = DeltaFamilyConfig
+    options = {"num_householder": 2}
+    all_model_classes = (
+        DeltaFamilyModel,
+        DeltaFamilyForSequenceClassification,
+        DeltaFamilyForTokenClassification,
+    )
+
+
+class DeltaFamilyPolicyTest(PolicyTest):
+    config_class = DeltaFamilyConfig
+    options = {"num_householder": 2}
+    all_model_classes = (DeltaFamilyForBehaviorCloning,)
+
+
+class IDS4Test(TokenModelsTest):
+    config_class = IDS4Config
+    common_properties = ["hidden_size", "num_hidden_layers"]
+    all_model_classes = (
+        IDS4Model,
+        IDS4ForSequenceClassification,
+        IDS4ForTokenClassification,
+    )
+
+
+class IDS4PolicyTest(PolicyTest):
+    config_class = IDS4Config
+    common_properties = ["hidden_size", "num_hidden_layers"]
+    all_model_classes = (IDS4ForBehaviorCloning,)

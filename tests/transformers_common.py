@@ -35,10 +35,11 @@ STAND_INS = {
 
 # The tests choose labels and checks by the names in these tables, which hold only the models inside transformers.
 CLASS_NAMES = {
-    "MODEL_MAPPING_NAMES": "Mamba3NPLRModel",
-    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "Mamba3NPLRForSequenceClassification",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "Mamba3NPLRForTokenClassification",
+    "MODEL_MAPPING_NAMES": "Model",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "ForSequenceClassification",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "ForTokenClassification",
 }
+FAMILIES = {"mamba3_nplr": "Mamba3NPLR", "delta_family": "DeltaFamily", "input_dependent_s4": "IDS4"}
 
 
 def load_package() -> None:
@@ -59,9 +60,10 @@ def add_module(name: str, **contents) -> None:
 def load_common_tests() -> ModuleType:
     """The module with `ModelTesterMixin`, to which the classes of this package are known."""
     module = import_module(f"{PACKAGE}.test_modeling_common")
-    for table, class_name in CLASS_NAMES.items():
+    for table, suffix in CLASS_NAMES.items():
+        ours = {model_type: prefix + suffix for model_type, prefix in FAMILIES.items()}
         # A copy: transformers itself keeps its tables.
-        setattr(module, table, {**getattr(module, table), "mamba3_nplr": class_name})
+        setattr(module, table, {**getattr(module, table), **ours})
     return module
 
 

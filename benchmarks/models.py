@@ -1,0 +1,124 @@
+"""
+A training step of each model of the paper, on batches of two of its tasks, as a ratio to that of Mamba-3 + NPLR.
+
+    python benchmarks/models.py [--repeats N] [--models NAME ...] [--out results/models.json]
+
+All models take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
+memory is what a step adds at its peak to the resident memory before it, gradients and optimiser included.
+"""
+
+import argparse
+import ctypes
+import json
+import statistics
+import time
+from pathlib import Path
+
+import mamba3_nplr
+import torch
+from mamba3_nplr import Mamba3NPLRConfig
+from mamba3_nplr.configuration.configuration_delta_family import PRESETS as DELTA_FAMILY
+from mamba3_nplr.configuration.configuration_ids4 import PRESETS as IDS4
+from mamba3_nplr.datasets_scripts.tasks import make_task
+
+REFERENCE = "nplr"
+MODELS = {
+    REFERENCE: (Mamba3NPLRConfig, {}),
+    "nplr_no_rope": (Mamba3NPLRConfig, {"use_rope": False}),
+    "mamba3_1": (Mamba3NPLRConfig, {"reflection_rank": 0}),
+    "mamba3_2": (Mamba3NPLRConfig, {"reflection_rank": 0, "num_hidden_layers": 2}),
+    "mamba3_4": (Mamba3NPLRConfig, {"reflection_rank": 0, "num_hidden_layers": 4}),
+    **DELTA_FAMILY,
+    **IDS4,
+}
+# The task whose batches are trained on, and the head that it needs.
+SHAPES = {"S5": ("s5_generators", "ForSequenceClassification"), "shell": ("shell", "ForBehaviorCloning")}
+LAST_STEP = 59_999  # where the length of words has grown to 64
+
+
+class Trainee:
+    """A model with its optimiser and a batch."""
+
+    def __init__(self, name: str, shape: str):
+        task_name, head = SHAPES[shape]
+        task = make_task(task_name)
+        config_class, fields = MODELS[name]
+        model_class = getattr(mamba3_nplr, config_class.__name__.removesuffix("Config") + head)
+        self.model = model_class(config_class(**fields, **task.model_fields)).train()
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        self.inputs = task.batch(seed=0, step=LAST_STEP)
+
+    def step(self) -> float:
+        """Seconds of one training step."""
+        start = time.perf_counter()
+        self.model(**self.inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    def sizes(self) -> dict[str, int]:
+        """Parameters, and numbers in the state of one sequence."""
+        layers = self.model.model.layers
+        parts = [torch.Size(shape).numel() for layer in layers for shape in layer.mixer.state_shapes(1)]
+        return {"parameters": self.model.num_parameters(), "state": sum(parts)}
+
+
+def peak_memory(trainee: Trainee) -> float:
+    """Megabytes that a step adds to the resident memory at its peak."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
+    before = resident("VmRSS")
+    trainee.step()
+    return (resident("VmHWM") - before) / 1024
+
+
+def resident(field: str) -> int:
+    """A field of the kernel's account of this process, in kilobytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def measure(shape: str, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
+    memory, trainees, times = {}, {}, {name: [] for name in names}
+    for name in names:
+        trainees[name] = Trainee(name, shape)
+        memory[name] = peak_memory(trainees[name])  # the first step: it makes the gradients and moments too
+    for _ in range(repeats):
+        for name in names:
+            times[name].append(trainees[name].step())
+    return {
+        name: {
+            "step_ms": 1000 * statistics.median(times[name]),
+            "ratio": statistics.median(a / b for a, b in zip(times[name], times[REFERENCE], strict=True)),
+            "peak_mb": memory[name],
+            **trainees[name].sizes(),
+        }
+        for name in names
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times a training step of each model of the paper.")
+    parser.add_argument("--repeats", type=int, default=7, help="turns that count (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="some of them only")
+    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/models.json")
+    given = parser.parse_args()
+    names = [REFERENCE, *(name for name in given.models if name != REFERENCE)]
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {given.repeats}\n")
+    print("| shape | model | step (ms) | ratio to NPLR | peak memory (MB) | parameters | state |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    results = {}
+    for shape in SHAPES:
+        results[shape] = measure(shape, names, given.repeats)
+        for name, row in results[shape].items():
+            numbers = f"{row['step_ms']:.1f} | {row['ratio']:.2f} | {row['peak_mb']:.0f}"
+            print(f"| {shape} | {name} | {numbers} | {row['parameters']:,} | {row['state']:,} |", flush=True)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}
+        given.out.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

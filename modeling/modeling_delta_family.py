@@ -1,0 +1,122 @@
+"""DeltaNet, Gated DeltaNet, DeltaProduct and Gated DeltaProduct as transformers models."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from ..configuration.configuration_delta_family import DeltaFamilyConfig
+from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
+from .mixer_delta import DeltaMixer
+from .scan import check_backend_name
+from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, config: DeltaFamilyConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DeltaFamilyBlock(RecurrentBlock):
+    """A mixer, then a SwiGLU network if configured; each reads a norm of its input and is added to it."""
+
+    def __init__(self, config: DeltaFamilyConfig, layer_idx: int):
+        super().__init__(DeltaMixer(config), layer_idx)
+        self.mixer_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        if config.intermediate_size:
+            self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp = SwiGLU(config)
+        self.has_mlp = config.intermediate_size > 0
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        normed = self.mixer_norm(hidden_states)
+        hidden_states = hidden_states + self.mix(normed, mask, cu_seqlens, past_key_values)
+        if self.has_mlp:
+            hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
+        # A norm has a bias, so that padding would not stay 0 by itself.
+        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+
+
+class DeltaFamilyPreTrainedModel(SequencePreTrainedModel):
+    """Initialisation, loading and saving of all models of this family."""
+
+    config: DeltaFamilyConfig
+    config_class = DeltaFamilyConfig
+    main_projection = "q_proj"
+    _no_split_modules = ["DeltaFamilyBlock"]
+    _can_record_outputs = {"hidden_states": DeltaFamilyBlock}
+    auto_classes = {
+        "AutoModel": "DeltaFamilyModel",
+        "AutoModelForSequenceClassification": "DeltaFamilyForSequenceClassification",
+        "AutoModelForTokenClassification": "DeltaFamilyForTokenClassification",
+        "AutoModelForBehaviorCloning": "DeltaFamilyForBehaviorCloning",
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if not isinstance(module, DeltaMixer):
+            return
+        for part in module.children():
+            if isinstance(part, nn.Linear):
+                init.xavier_uniform_(part.weight, gain=2**-2.5)
+        if self.config.use_decay:
+            init.uniform_(module.dt_bias, math.log(self.config.dt_min), math.log(self.config.dt_max))
+            dt = module.dt_bias.exp()
+            init.copy_(module.dt_bias, dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
+            init.uniform_(module.A_log, 0.0, self.config.decay_rate_max)
+            init.copy_(module.A_log, module.A_log.clamp(min=1e-4 * self.config.decay_rate_max).log())
+
+
+class DeltaFamilyModel(SequenceModel, DeltaFamilyPreTrainedModel):
+    """The blocks and a last norm without a head; `config.input_type` says whether they read tokens or observations."""
+
+    block_class = DeltaFamilyBlock
+
+    def build(self, config: DeltaFamilyConfig) -> None:
+        check_backend_name(config.scan_backend)
+        if config.use_decay:
+            # Exponents: half precision would move the slowest decays by several per cent.
+            self._keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_states)
+
+
+class DeltaFamilyForSequenceClassification(SequenceClassificationMixin, DeltaFamilyPreTrainedModel):
+    base_model_class = DeltaFamilyModel
+
+
+class DeltaFamilyForTokenClassification(TokenClassificationMixin, DeltaFamilyPreTrainedModel):
+    base_model_class = DeltaFamilyModel
+
+
+class DeltaFamilyForBehaviorCloning(BehaviorCloningMixin, DeltaFamilyPreTrainedModel):
+    base_model_class = DeltaFamilyModel
+    # transformers has no Auto class for policies: where this package is not, AutoModel loads the policy.
+    auto_classes = DeltaFamilyPreTrainedModel.auto_classes | {"AutoModel": "DeltaFamilyForBehaviorCloning"}
+
+
+__all__ = [
+    "DeltaFamilyForBehaviorCloning",
+    "DeltaFamilyForSequenceClassification",
+    "DeltaFamilyForTokenClassification",
+    "DeltaFamilyModel",
+    "DeltaFamilyPreTrainedModel",
+]

@@ -1,0 +1,87 @@
+"""IDS4 (input-dependent S4) as transformers models."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+
+from ..configuration.configuration_ids4 import IDS4Config
+from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
+from .mixer_ids4 import IDS4Mixer
+from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
+
+
+class IDS4Block(RecurrentBlock):
+    """One mixer, which holds the residual connection and the norm too."""
+
+    def __init__(self, config: IDS4Config, layer_idx: int):
+        super().__init__(IDS4Mixer(config), layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        hidden_states = self.mix(hidden_states, mask, cu_seqlens, past_key_values)
+        # The norm has a bias, so that padding would not stay 0 by itself.
+        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+
+
+class IDS4PreTrainedModel(SequencePreTrainedModel):
+    """Initialisation, loading and saving of all models of this family."""
+
+    config: IDS4Config
+    config_class = IDS4Config
+    main_projection = "C"
+    _no_split_modules = ["IDS4Block"]
+    _can_record_outputs = {"hidden_states": IDS4Block}
+    auto_classes = {
+        "AutoModel": "IDS4Model",
+        "AutoModelForSequenceClassification": "IDS4ForSequenceClassification",
+        "AutoModelForTokenClassification": "IDS4ForTokenClassification",
+        "AutoModelForBehaviorCloning": "IDS4ForBehaviorCloning",
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            bound = 1 / math.sqrt(module.in_features)
+            init.uniform_(module.bias, -bound, bound)
+        elif isinstance(module, IDS4Mixer):
+            size = self.config.state_size
+            init.normal_(module.A, std=1 / math.sqrt(size))
+            init.copy_(module.A, module.A + torch.eye(size, dtype=module.A.dtype, device=module.A.device))
+
+
+class IDS4Model(SequenceModel, IDS4PreTrainedModel):
+    """The blocks without a head; `config.input_type` says whether they read tokens or observations."""
+
+    block_class = IDS4Block
+
+
+class IDS4ForSequenceClassification(SequenceClassificationMixin, IDS4PreTrainedModel):
+    base_model_class = IDS4Model
+
+
+class IDS4ForTokenClassification(TokenClassificationMixin, IDS4PreTrainedModel):
+    base_model_class = IDS4Model
+
+
+class IDS4ForBehaviorCloning(BehaviorCloningMixin, IDS4PreTrainedModel):
+    base_model_class = IDS4Model
+    # transformers has no Auto class for policies: where this package is not, AutoModel loads the policy.
+    auto_classes = IDS4PreTrainedModel.auto_classes | {"AutoModel": "IDS4ForBehaviorCloning"}
+
+
+__all__ = [
+    "IDS4ForBehaviorCloning",
+    "IDS4ForSequenceClassification",
+    "IDS4ForTokenClassification",
+    "IDS4Model",
+    "IDS4PreTrainedModel",
+]

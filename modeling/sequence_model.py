@@ -1,0 +1,189 @@
+"""What all model families share: from inputs to blocks and back, with their states in a cache."""
+
+import math
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.output_capturing import capture_outputs
+
+from .model_inputs import check_observations, check_tokens, find_sequences, refuse_unknown_keywords, take_packing
+from .recurrent_cache import check_cache, read_state, write_state
+from .self_contained import SelfContainedMixin
+
+
+class RecurrentBlock(GradientCheckpointingLayer):
+    """
+    A block around one `mixer`, whose state it keeps in `past_key_values`. A mixer maps hidden states, a state, a mask
+    and bounds of packed sequences to hidden states and the next state, and tells the shapes of a state by
+    `state_shapes(rows)`.
+    """
+
+    def __init__(self, mixer: nn.Module, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.mixer = mixer
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> torch.Tensor:
+        return self.mix(hidden_states, mask, cu_seqlens, past_key_values)
+
+    def mix(self, hidden_states, mask, cu_seqlens, past_key_values) -> torch.Tensor:
+        """Runs the mixer from the state of the cache, and writes the next one there."""
+        rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        state = read_state(past_key_values, self.layer_idx, self.mixer.state_shapes(rows))
+        mixed, state = self.mixer(hidden_states, state, mask, cu_seqlens)
+        write_state(past_key_values, self.layer_idx, state)
+        return mixed
+
+
+class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
+    """
+    Initialisation, loading and saving. A family sets its configuration, `auto_classes`, and `main_projection`: the name
+    of the linear map of its mixer that holds most of the weights.
+    """
+
+    main_projection: str
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement = ["past_key_values"]
+    _can_compile_fullgraph = True
+    _is_stateful = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the projections: the first parameter may be one of those kept in float32."""
+        return getattr(self.base_model.layers[0].mixer, self.main_projection).weight.dtype
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Conv1d):
+            init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight)
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            init.ones_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            init.zeros_(module.bias)
+
+
+class SequenceModel(SequencePreTrainedModel):
+    """
+    A stack of blocks over tokens, continuous observations or given embeddings; `config.input_type` says which of the
+    first two it has a map for. A family sets `block_class`, built from the configuration and the number of the layer.
+    """
+
+    block_class: type[RecurrentBlock]
+
+    def __init__(self, config):
+        super().__init__(config)
+        # Fields may have been changed since the configuration was made.
+        config.validate()
+        if config.input_type == "tokens":
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        elif config.input_type == "observations":
+            self.embed_observations = nn.Linear(
+                config.observation_size, config.hidden_size, bias=config.projection_bias
+            )
+            self._input_embed_layer = "embed_observations"
+        self.layers = nn.ModuleList([self.block_class(config, index) for index in range(config.num_hidden_layers)])
+        self.build(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def build(self, config) -> None:
+        """For what a family has beside its blocks."""
+
+    def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What a family does after its last block."""
+        return hidden_states
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        observations: torch.FloatTensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids (batch, length), inputs_embeds (batch, length, hidden_size) or observations (batch, length,
+                observation_size): Exactly one of them.
+            attention_mask, position_ids, cu_seqlens: See `find_sequences`. Padding, wherever it stands, changes nothing
+                and reads as 0; an all-padding row leaves its state as it was.
+            past_key_values: State after the tokens before these, read and updated; with `cu_seqlens`, of each sequence.
+            use_cache: Whether to return the state if none was given. By default outside training.
+        """
+        cu_seqlens = take_packing(cu_seqlens, kwargs)
+        refuse_unknown_keywords(kwargs)
+        given = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "observations": observations}
+        given = {name: x for name, x in given.items() if x is not None}
+        if len(given) != 1:
+            names = ", ".join(given) or "none"
+            raise ValueError(f"Exactly one of input_ids, inputs_embeds and observations is needed; given: {names}.")
+        [(name, values)] = given.items()
+        if values.dim() < 2:
+            raise ValueError(f"{name} have shape {tuple(values.shape)}; they must be (batch, length) or more.")
+        batch, length = values.shape[:2]
+        mask, cu_seqlens = find_sequences(batch, length, attention_mask, position_ids, cu_seqlens)
+        hidden_states = self.embed(name, values, mask)
+        past_key_values = self.prepare_cache(
+            past_key_values, use_cache, batch if cu_seqlens is None else len(cu_seqlens) - 1
+        )
+
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, mask=mask, cu_seqlens=cu_seqlens, past_key_values=past_key_values)
+        hidden_states = self.finish(hidden_states)
+        if mask is not None:
+            hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def embed(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """The input of the first block, (batch, length, hidden_size), 0 at padding whatever stands there."""
+        wanted = {"input_ids": "tokens", "observations": "observations"}.get(name, self.config.input_type)
+        if wanted != self.config.input_type:
+            raise ValueError(
+                f"{name} need input_type={wanted!r}; this model has input_type={self.config.input_type!r}."
+            )
+        if name == "input_ids":
+            check_tokens(values, self.config.vocab_size)
+            values = self.embed_tokens(values)
+        if name == "observations":
+            check_observations(values, self.config.observation_size, mask)
+        if mask is not None:
+            # Before the map of observations: what is not a number there would reach the gradient of its weight.
+            values = values.masked_fill(~mask[..., None], 0.0)
+        return self.embed_observations(values) if name == "observations" else values
+
+    def prepare_cache(self, cache: Cache | None, use_cache: bool | None, rows: int) -> Cache | None:
+        """The given cache once checked, or a new one if the caller wants the state back."""
+        checkpointing = self.gradient_checkpointing and self.training
+        if cache is not None:
+            if checkpointing:
+                raise ValueError(
+                    "past_key_values cannot be used with gradient checkpointing in training: the backward pass runs "
+                    "the blocks again, and would write the state again."
+                )
+            check_cache(cache, len(self.layers), self.layers[0].mixer.state_shapes(rows))
+            return cache
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        return DynamicCache(config=self.config) if use_cache and not checkpointing else None
+
+
+__all__ = ["RecurrentBlock", "SequenceModel", "SequencePreTrainedModel"]
