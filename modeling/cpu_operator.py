@@ -58,19 +58,19 @@ def library() -> ctypes.CDLL:
     return load_library("scan", SOURCE)
 
 
+INTEGER, NUMBER, TENSOR = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
 class CompiledFunction:
     """
-    A function of the library over one struct: the layout of the sequences, then integers, then floating-point numbers,
-    then tensors, in the order of the C++ source. What is not given is 0 or null.
+    A function of the library over one struct: where the sequences lie, then `fields` in the order of the C++ source,
+    INTEGER, NUMBER or TENSOR each. What is not given is 0 or null.
     """
 
-    def __init__(self, name: str, sizes: tuple[str, ...], tensors: tuple[str, ...], numbers: tuple[str, ...] = ()):
+    def __init__(self, name: str, fields: dict[str, type]):
         self.name = name
-        fields = [(name, ctypes.c_int64) for name in ("rows", "equal_length")]
-        fields += [(name, ctypes.c_void_p) for name in ("bounds", "order")]
-        fields += [(name, ctypes.c_int64) for name in sizes] + [(name, ctypes.c_double) for name in numbers]
-        fields += [(name, ctypes.c_void_p) for name in tensors]
-        self.struct = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        layout = {"rows": INTEGER, "equal_length": INTEGER, "bounds": TENSOR, "order": TENSOR}
+        self.struct = type("Arguments", (ctypes.Structure,), {"_fields_": list((layout | fields).items())})
 
     @cached_property
     def functions(self) -> dict[torch.dtype, ctypes._CFuncPtr]:

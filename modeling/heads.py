@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput, can_return_tuple
 
 from .losses import behavior_cloning_loss, classification_loss
 from .model_inputs import Sequences, find_sequences, take_packing
+from .recurrent_cache import LayerStates
 
 
 @dataclass
@@ -246,7 +247,7 @@ class BehaviorCloningMixin(HeadMixin):
             config.input_type = "observations"
         super().__init__(config)
         self.action_head = nn.Linear(config.hidden_size, config.action_head_size, bias=config.projection_bias)
-        self.policy_cache = None
+        self.policy_states = None
         self.post_init()
 
     @property
@@ -312,7 +313,7 @@ class BehaviorCloningMixin(HeadMixin):
 
     def reset(self) -> None:
         """Forgets the episode so far."""
-        self.policy_cache = None
+        self.policy_states = None
 
     @torch.no_grad()
     def select_action(self, observation) -> torch.Tensor:
@@ -321,17 +322,23 @@ class BehaviorCloningMixin(HeadMixin):
         (batch, observation_size); a tensor or anything that converts to one. A refused observation changes no state.
         """
         observation = torch.as_tensor(observation, dtype=self.dtype, device=self.device)
-        if observation.dim() not in (1, 2):
+        size = self.config.observation_size
+        if observation.dim() not in (1, 2) or observation.shape[-1] != size:
             raise ValueError(
-                f"observation has shape {tuple(observation.shape)}; it must be ({self.config.observation_size},) or "
-                f"(batch, {self.config.observation_size})."
+                f"observation has shape {tuple(observation.shape)}; it must be ({size},) or (batch, {size})."
             )
         if not observation.isfinite().all():
             raise ValueError("observation holds a number that is not finite.")
-        frames = observation.reshape(-1, 1, observation.shape[-1])
-        outputs = self(observations=frames, past_key_values=self.policy_cache, use_cache=True, return_dict=True)
-        self.policy_cache = outputs.past_key_values
-        return outputs.actions[:, 0].reshape(*observation.shape[:-1], -1)
+        frames = observation.reshape(-1, 1, size)
+        states = LayerStates(self.policy_states or [None] * len(self.model.layers))
+        if states[0] is not None and len(states[0][0]) != len(frames):
+            raise ValueError(
+                f"observation is of {len(frames)} environments; this episode has {len(states[0][0])}. Call reset() to "
+                "start another."
+            )
+        hidden_states = self.model.run_blocks(self.model.embed_observations(frames), None, None, states)
+        self.policy_states = states
+        return self.action_head(hidden_states[:, 0])[..., : self.config.action_size].view(*observation.shape[:-1], -1)
 
 
 def check_labels(labels: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -1,34 +1,14 @@
 """The whole of a Mamba-3 mixer between its projections by compiled code, as a torch operator with its gradient."""
 
+import ctypes
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from .cpu_operator import NAMESPACE, CompiledFunction, contiguous
+from .cpu_operator import INTEGER, NAMESPACE, NUMBER, TENSOR, CompiledFunction, contiguous
 from .scan_cpu import kept_slots
 from .sequence_rows import TokenOrder
-
-PROJECTIONS = ("projected", "k", "beta")
-WEIGHTS = ("dt_bias", "A_bias", "B_weight", "B_bias", "C_weight", "C_bias", "D", "norm_weight")
-STATE = ("h0", "B0", "u0", "phase0")
-NAMES = (*PROJECTIONS, *WEIGHTS, *STATE)
-FINAL = ("h", "B", "u", "phase")
-
-forward_function, backward_function = (
-    CompiledFunction(
-        f"mixer_{direction}",
-        sizes=(
-            *("tokens", "width", "heads", "state", "channels", "pairs", "threads"),
-            *("contractive", "heavy_tail"),
-        ),
-        numbers=("a_min", "epsilon"),
-        tensors=(
-            *(*NAMES, "out", *FINAL, "kept", "kept_phase"),
-            *("grad_out", *(f"grad_{name}" for name in FINAL), *(f"grad_{name}" for name in NAMES)),
-        ),
-    )
-    for direction in ("forward", "backward")
-)
 
 
 class MixerWeights(NamedTuple):
@@ -45,6 +25,32 @@ class MixerWeights(NamedTuple):
     C_bias: torch.Tensor  # (heads, state)
     D: torch.Tensor  # (heads,)
     norm_weight: torch.Tensor | None  # (heads * channels,)
+
+
+class MixerMatrices(NamedTuple):
+    """The projections of a mixer; those of the reflection may be None."""
+
+    in_proj: torch.Tensor
+    k_proj: torch.Tensor | None
+    beta_proj: torch.Tensor | None
+    beta_bias: torch.Tensor | None
+    out_proj: torch.Tensor
+
+
+NAMES = ("projected", "k", "beta", *MixerWeights._fields, "h0", "B0", "u0", "phase0")
+FINAL = ("h", "B", "u", "phase")
+INTEGERS = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
+GRADIENTS = ("grad_out", *(f"grad_{name}" for name in (*FINAL, *NAMES)))
+FIELDS = (
+    dict.fromkeys(INTEGERS, INTEGER)
+    | dict.fromkeys(("a_min", "epsilon"), NUMBER)
+    | dict.fromkeys((*NAMES, "out", *FINAL, "kept", "kept_phase", *GRADIENTS), TENSOR)
+)
+forward_function = CompiledFunction("mixer_forward", FIELDS)
+backward_function = CompiledFunction("mixer_backward", FIELDS)
+step_function = CompiledFunction(
+    "mixer_step", FIELDS | {"hidden": INTEGER} | dict.fromkeys(("x", *MixerMatrices._fields, "y"), TENSOR)
+)
 
 
 def values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon) -> dict[str, int | float]:
@@ -236,3 +242,53 @@ def mixer_cpu(
         projected, k, beta, *weights, *state, *sequences, contractive, heavy_tail, a_min, epsilon
     )
     return out.to(dtype), (h, B, u, phase)
+
+
+def step_cpu(
+    x: torch.Tensor,
+    matrices: MixerMatrices,
+    weights: MixerWeights,
+    state: tuple[torch.Tensor, ...],
+    *,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """One token of each row, x (rows, hidden_size), through the whole mixer, without gradients; in the dtype of x."""
+    parts = [part if part is None or part.dtype == x.dtype else part.to(x.dtype) for part in (*matrices, *weights)]
+    pointers = tuple(None if part is None else part.data_ptr() for part in parts)
+    sizes = (x.shape[1], matrices.in_proj.shape[0], *state[0].shape[1:], state[3].shape[2])
+    template = step_template(*sizes, pointers, contractive, heavy_tail, a_min, epsilon)
+    arguments = step_function.struct.from_buffer_copy(template)
+    x, state = x.contiguous(), [part.to(x.dtype).contiguous() for part in state]
+    y, *final = (torch.empty_like(part) for part in (x, *state))
+    arguments.rows = arguments.tokens = len(x)
+    arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
+    arguments.h0, arguments.B0, arguments.u0, arguments.phase0 = (part.data_ptr() for part in state)
+    arguments.h, arguments.B, arguments.u, arguments.phase = (part.data_ptr() for part in final)
+    step_function.functions[x.dtype](ctypes.byref(arguments))
+    return y, tuple(final)
+
+
+@lru_cache(maxsize=1024)
+def step_template(
+    hidden, width, heads, state, channels, pairs, pointers, contractive, heavy_tail, a_min, epsilon
+) -> ctypes.Structure:
+    """The part of a step's arguments that stays from one to the next; to fill the struct takes longer than the step."""
+    names = (*MixerMatrices._fields, *MixerWeights._fields)
+    return step_function.struct(
+        equal_length=1,
+        hidden=hidden,
+        width=width,
+        heads=heads,
+        state=state,
+        channels=channels,
+        pairs=pairs,
+        threads=1,
+        contractive=contractive,
+        heavy_tail=heavy_tail,
+        a_min=a_min,
+        epsilon=epsilon,
+        **dict(zip(names, pointers, strict=True)),
+    )

@@ -13,14 +13,13 @@ The Mamba-3 mixer with an input-dependent reflection.
 """
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .mixer_cpu import MixerWeights
+from .mixer_cpu import MixerMatrices, MixerWeights
 from .scan import scan, select_backend
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows, token_order
@@ -63,6 +62,8 @@ class Mamba3Mixer(nn.Module):
         self.split_sizes = [inner, inner, n, n, heads, heads, heads, config.num_rope_pairs]
         self.in_proj = nn.Linear(config.hidden_size, sum(self.split_sizes), bias=False)
         self.dt_bias = nn.Parameter(torch.empty(heads))
+        # What an option leaves out is None.
+        self.A_bias = self.B_norm = self.B_bias = self.k_proj = self.beta_proj = self.norm = None
         if config.gate_form == "exact":
             self.A_bias = nn.Parameter(torch.empty(heads))
         if config.injection == "trapezoid":
@@ -79,6 +80,13 @@ class Mamba3Mixer(nn.Module):
         if config.output_norm:
             self.norm = RMSNorm(inner, channels)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        # For compiled mixers; to look them up in the configuration takes as long as a step.
+        self.options = {
+            "contractive": config.reflection_form == "contractive",
+            "heavy_tail": config.decay_activation == "heavy_tail",
+            "a_min": config.a_min,
+            "epsilon": self.C_norm.eps,
+        }
 
     def forward(
         self,
@@ -92,41 +100,51 @@ class Mamba3Mixer(nn.Module):
         sequence) to the state after them. Whole sequences, pieces and single steps take this same path. `mask` and
         `cu_seqlens` are those of `scan`; a padded position reads as 0.
         """
-        projected, k, beta = self.in_proj(hidden_states), None, None
-        if self.config.reflection_rank:
-            k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
         backend = select_backend(self.config.scan_backend, hidden_states.device)
-        mix = self.mix if backend.mix is None else partial(self.mix_compiled, backend.mix)
-        y, state = mix(projected, k, beta, state, mask, cu_seqlens)
-        return self.out_proj(y.to(hidden_states.dtype)), state
+        if backend.step is not None and self.may_step(hidden_states, mask, cu_seqlens):
+            y, state = backend.step(hidden_states[:, 0], self.matrices(), self.weights(), state, **self.options)
+            return y[:, None], Mamba3State(*state)
+        projected, k, beta = self.in_proj(hidden_states), None, None
+        if self.k_proj is not None:
+            k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
+        if backend.mix is None:
+            y, state = self.mix(projected, k, beta, state, mask, cu_seqlens)
+        else:
+            order = token_order(mask, cu_seqlens, *projected.shape[:2])
+            y, state = backend.mix(projected, k, beta, self.weights(), state, order, **self.options)
+        return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
 
-    def mix_compiled(self, mix, projected, k, beta, state, mask, cu_seqlens) -> tuple[torch.Tensor, Mamba3State]:
-        """What `mix` below does, by a backend that has it in one piece."""
-        carries = self.config.injection == "trapezoid"
-        weights = MixerWeights(
+    def may_step(self, hidden_states, mask, cu_seqlens) -> bool:
+        """Whether these are single tokens of a few rows, and nobody needs what happens inside the mixer."""
+        rows, length, _ = hidden_states.shape
+        if length != 1 or rows > 8 or mask is not None or cu_seqlens is not None:
+            return False
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
+        if hidden_states.dtype not in (torch.float32, torch.float64) or hidden_states.dtype != self.D.dtype:
+            return False
+        projections = [self.in_proj, self.out_proj, self.k_proj, self.beta_proj][: 4 if self.k_proj is not None else 2]
+        return all(type(module) is nn.Linear and not module._forward_hooks for module in projections)
+
+    def matrices(self) -> MixerMatrices:
+        reflection = (None, None, None)
+        if self.k_proj is not None:
+            reflection = (self.k_proj.weight, self.beta_proj.weight, self.beta_proj.bias)
+        return MixerMatrices(self.in_proj.weight, *reflection, self.out_proj.weight)
+
+    def weights(self) -> MixerWeights:
+        """The parameters that are not projections, for backends that take them in one piece."""
+        return MixerWeights(
             self.dt_bias,
-            self.A_bias if self.config.gate_form == "exact" else None,
-            self.B_norm.weight if carries else None,
-            self.B_bias if carries else None,
+            self.A_bias,
+            None if self.B_norm is None else self.B_norm.weight,
+            self.B_bias,
             self.C_norm.weight,
             self.C_bias,
             self.D,
-            self.norm.weight if self.config.output_norm else None,
+            None if self.norm is None else self.norm.weight,
         )
-        y, state = mix(
-            projected,
-            k,
-            beta,
-            weights,
-            state,
-            token_order(mask, cu_seqlens, *projected.shape[:2]),
-            contractive=self.config.reflection_form == "contractive",
-            heavy_tail=self.config.decay_activation == "heavy_tail",
-            a_min=self.config.a_min,
-            epsilon=self.C_norm.eps,
-        )
-        return y, Mamba3State(*state)
 
     def mix(self, projected, k, beta, state, mask, cu_seqlens) -> tuple[torch.Tensor, Mamba3State]:
         """From the projections of the input to what the output projection takes, (batch, length, inner)."""

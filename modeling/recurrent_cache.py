@@ -8,11 +8,20 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 State = TypeVar("State", bound=tuple)
 
 
-def read_state(cache: Cache | None, layer_idx: int, shapes: State) -> State | None:
+class LayerStates(list):
+    """
+    The state of each layer as it is, None before the first token: in a control loop to pack and unpack them into a
+    transformers cache would take longer than to compute them.
+    """
+
+
+def read_state(cache: Cache | LayerStates | None, layer_idx: int, shapes: State) -> State | None:
     """
     The state of a layer as a NamedTuple like `shapes`, which holds the shape of each part; None if the layer has seen
     no token.
     """
+    if isinstance(cache, LayerStates):
+        return cache[layer_idx]
     if cache is None or not cache.has_previous_state(layer_idx):
         return None
     h, rest = cache.get_recurrent_state(layer_idx), cache.get_conv_state(layer_idx)
@@ -24,9 +33,12 @@ def read_state(cache: Cache | None, layer_idx: int, shapes: State) -> State | No
     return type(shapes)(h, *(part.view(shape) for part, shape in zip(parts, shapes[1:], strict=True)))
 
 
-def write_state(cache: Cache | None, layer_idx: int, state: State) -> None:
+def write_state(cache: Cache | LayerStates | None, layer_idx: int, state: State) -> None:
     """Keeps a state: its first part as the recurrent state, the others together as a convolution state of width 1."""
     if cache is None:
+        return
+    if isinstance(cache, LayerStates):
+        cache[layer_idx] = state
         return
     rest = torch.cat([part.flatten(1) for part in state[1:]], dim=1)
     # A cache layer holds a state only once its convolution state has been written.

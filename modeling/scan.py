@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from .cpu_operator import unavailable
-from .mixer_cpu import mixer_cpu
+from .mixer_cpu import mixer_cpu, step_cpu
 from .scan_chunkwise import scan_chunkwise
 from .scan_cpu import scan_cpu
 from .scan_definition import ScanInputs, ScanState, scan_definition
@@ -17,20 +17,22 @@ class Backend(NamedTuple):
     """
     An implementation of the scan: `run(inputs, initial, chunk_size)` returns y and the last h, as `scan_definition`
     does. `unavailable(device)` says why it cannot run on a device, or None if it can. A backend may also have
-    `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, and `mix`, the whole of a Mamba-3
-    mixer between its projections; without them the sequences are laid out as rows, and the mixer runs in torch.
+    `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, `mix`, the whole of a Mamba-3
+    mixer between its projections, and `step`, all of it for single tokens; without them the sequences are laid out as
+    rows, and the mixer runs in torch.
     """
 
     run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]] | None = None
     unavailable: Callable[[torch.device], str | None] = lambda device: None
     run_sequences: Callable[[ScanInputs, ScanState, TokenOrder], tuple[torch.Tensor, torch.Tensor]] | None = None
     mix: Callable | None = None
+    step: Callable | None = None
 
 
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
-    "cpu": Backend(run_sequences=scan_cpu, mix=mixer_cpu, unavailable=unavailable),
+    "cpu": Backend(run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu, unavailable=unavailable),
 }
 
 

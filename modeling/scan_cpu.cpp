@@ -827,7 +827,8 @@ void run(const Scan<T>& scan, bool forward) {
 // The mixer between its projections. `projected` is (tokens, width) with columns z, x, B, C, dt, A, trap, angle; k is
 // (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all else.
 // Null pointers are options: without k there is no reflection, without B_weight the write is that of the delta rule, without
-// norm_weight the output is not normalised, without A_bias the gates are smooth. Gradients are written, not added.
+// norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no gradient will be
+// asked for. Gradients are written, not added.
 template <typename S, typename T>
 struct Mixer {
     Layout layout;
@@ -1003,7 +1004,7 @@ class MixerWorker {
             const int64_t steps = std::min(kSegment, length - start);
             shared.fill(row, start, steps);
             for (int64_t i = 0; i < heads; ++i) {
-                store_state(h + i * size(), n, p, s, a.kept + kept_at(start, i) * n * p);
+                if (a.kept) store_state(h + i * size(), n, p, s, a.kept + kept_at(start, i) * n * p);
                 if (!start) std::copy_n(a.phase0 + pair(i) * m, m, a.kept_phase + kept_at(start, i) * m);
                 fill(start, steps, i);
                 with_core(s, [&](auto core) { core.forward(h + i * size(), nullptr); });
@@ -1498,6 +1499,66 @@ void run(const Mixer<S, T>& a, bool forward) {
 
 }  // namespace
 
+// One token of each row through the whole mixer, its projections included. Sizes and state are those of `mixer`, whose
+// `projected`, `k`, `beta` and `out` are made here.
+template <typename T>
+struct MixerStep {
+    Mixer<T, T> mixer;
+    int64_t hidden;
+    const T *x, *in_proj, *k_proj, *beta_proj, *beta_bias, *out_proj;
+    T* y;
+};
+
+namespace {
+
+// y = W x for a matrix of `rows` times `columns`.
+template <typename T>
+void multiply(const T* W, const T* x, int64_t rows, int64_t columns, T* y) {
+    const int64_t whole = columns - columns % kLanes<T>;
+    for (int64_t block = 0; block < rows; block += kLanes<T>) {
+        const auto sums = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) {
+            Sums<T, 1> row{};
+            if (i >= rows) return row;
+            const T* w = W + i * columns;
+            for (int64_t j = 0; j < whole; j += kLanes<T>) {
+                Vector<T> a, b;
+                std::memcpy(&a, w + j, VECTOR_BYTES);
+                std::memcpy(&b, x + j, VECTOR_BYTES);
+                row.of[0] += a * b;
+            }
+            for (int64_t j = whole; j < columns; ++j) row.of[0][0] += w[j] * x[j];
+            return row;
+        });
+        for (int64_t l = 0; l < kLanes<T> && block + l < rows; ++l) y[block + l] = sums.of[0][l];
+    }
+}
+
+template <typename T>
+void step(const MixerStep<T>& a) {
+    Mixer<T, T> mixer = a.mixer;
+    const int64_t rows = mixer.layout.rows, keys = mixer.heads * mixer.state, inner = mixer.heads * mixer.channels;
+    std::vector<T> projected(rows * mixer.width), k(rows * keys), beta(rows * mixer.heads), out(rows * inner);
+    std::vector<double> kept_phase(rows * mixer.heads * mixer.pairs);
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* x = a.x + row * a.hidden;
+        multiply(a.in_proj, x, mixer.width, a.hidden, projected.data() + row * mixer.width);
+        if (!a.k_proj) continue;
+        multiply(a.k_proj, x, keys, a.hidden, k.data() + row * keys);
+        multiply(a.beta_proj, x, mixer.heads, a.hidden, beta.data() + row * mixer.heads);
+        for (int64_t head = 0; head < mixer.heads; ++head) beta[row * mixer.heads + head] += a.beta_bias[head];
+    }
+    mixer.projected = projected.data();
+    mixer.k = a.k_proj ? k.data() : nullptr;
+    mixer.beta = beta.data();
+    mixer.out = out.data();
+    mixer.kept_phase = kept_phase.data();
+    run(mixer, true);
+    for (int64_t row = 0; row < rows; ++row)
+        multiply(a.out_proj, out.data() + row * inner, a.hidden, inner, a.y + row * a.hidden);
+}
+
+}  // namespace
+
 extern "C" {
 void scan_forward_float(const Scan<float>* scan) { run(*scan, true); }
 void scan_forward_double(const Scan<double>* scan) { run(*scan, true); }
@@ -1509,5 +1570,7 @@ void mixer_forward_bfloat16(const Mixer<BFloat16, float>* mixer) { run(*mixer, t
 void mixer_backward_float(const Mixer<float, float>* mixer) { run(*mixer, false); }
 void mixer_backward_double(const Mixer<double, double>* mixer) { run(*mixer, false); }
 void mixer_backward_bfloat16(const Mixer<BFloat16, float>* mixer) { run(*mixer, false); }
+void mixer_step_float(const MixerStep<float>* a) { step(*a); }
+void mixer_step_double(const MixerStep<double>* a) { step(*a); }
 int64_t scan_segment() { return kSegment; }
 }

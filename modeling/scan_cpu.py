@@ -2,7 +2,7 @@
 
 import torch
 
-from .cpu_operator import NAMESPACE, CompiledFunction, contiguous
+from .cpu_operator import INTEGER, NAMESPACE, TENSOR, CompiledFunction, contiguous
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 
@@ -10,14 +10,11 @@ NAMES = (*ScanInputs._fields, "h0", "B0", "u0")
 # Steps between two kept states, as in the C++ source.
 SEGMENT = 16
 
-forward_function, backward_function = (
-    CompiledFunction(
-        f"scan_{direction}",
-        sizes=("heads", "state", "channels", "threads"),
-        tensors=(*NAMES, "y", "h", "kept", "grad_y", "grad_h", *(f"grad_{name}" for name in NAMES)),
-    )
-    for direction in ("forward", "backward")
+FIELDS = dict.fromkeys(("heads", "state", "channels", "threads"), INTEGER) | dict.fromkeys(
+    (*NAMES, "y", "h", "kept", "grad_y", "grad_h", *(f"grad_{name}" for name in NAMES)), TENSOR
 )
+forward_function = CompiledFunction("scan_forward", FIELDS)
+backward_function = CompiledFunction("scan_backward", FIELDS)
 
 
 def sizes(u: torch.Tensor, h0: torch.Tensor) -> dict[str, int]:

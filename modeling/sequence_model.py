@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
 from .model_inputs import check_observations, check_tokens, find_sequences, refuse_unknown_keywords, take_packing
-from .recurrent_cache import check_cache, read_state, write_state
+from .recurrent_cache import LayerStates, check_cache, read_state, write_state
 from .self_contained import SelfContainedMixin
 
 
@@ -146,12 +146,21 @@ class SequenceModel(SequencePreTrainedModel):
             past_key_values, use_cache, batch if cu_seqlens is None else len(cu_seqlens) - 1
         )
 
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, mask=mask, cu_seqlens=cu_seqlens, past_key_values=past_key_values)
-        hidden_states = self.finish(hidden_states)
+        hidden_states = self.run_blocks(hidden_states, mask, cu_seqlens, past_key_values)
         if mask is not None:
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def run_blocks(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        past_key_values: Cache | LayerStates | None,
+    ) -> torch.Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, mask=mask, cu_seqlens=cu_seqlens, past_key_values=past_key_values)
+        return self.finish(hidden_states)
 
     def embed(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The input of the first block, (batch, length, hidden_size), 0 at padding whatever stands there."""

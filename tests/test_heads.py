@@ -222,16 +222,16 @@ def test_a_refused_observation_leaves_the_policy_as_it_was():
     model = policy()
     observations, _ = episodes(batch=1)
     model.select_action(observations[0, 0])
-    kept = model.policy_cache.get_recurrent_state(0).clone()
+    kept = model.policy_states[0].h.clone()
     for bad, message in [
         (np.full(16, np.nan), "not finite"),
-        (np.zeros(15), r"shape \(1, 1, 15\).*observation_size=16"),
+        (np.zeros(15), r"shape \(15,\); it must be \(16,\)"),
         (np.zeros((1, 1, 16)), r"must be \(16,\)"),
-        (np.zeros((2, 16)), "another configuration or batch"),
+        (np.zeros((2, 16)), "of 2 environments; this episode has 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             model.select_action(bad)
-        assert torch.equal(model.policy_cache.get_recurrent_state(0), kept)
+        assert torch.equal(model.policy_states[0].h, kept)
 
 
 def test_labels_need_the_cue():
@@ -327,7 +327,7 @@ def test_a_policy_keeps_no_graph():
     model = policy()
     action = model.select_action(torch.zeros(16))
     assert not action.requires_grad
-    assert not model.policy_cache.get_recurrent_state(0).requires_grad
+    assert not model.policy_states[0].h.requires_grad
 
 
 def test_demonstrations_of_another_shape_are_refused():

@@ -6,7 +6,6 @@ import random
 import stat
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
 from mamba3_nplr.modeling import cpu_library
 from mamba3_nplr.modeling.mixer_cpu import MixerWeights, mixer_cpu, mixer_operator
 from mamba3_nplr.modeling.mixer_mamba3 import Mamba3State
+from mamba3_nplr.modeling.scan import BACKENDS
 from mamba3_nplr.modeling.sequence_rows import TokenOrder
 from model_cases import OPTIONS, build
 from sanitized import SANITIZERS, run_sanitized
@@ -123,9 +123,11 @@ def mix_with_gradients(mixer, projected, state, backend):
     state = Mamba3State(*(part.detach().clone().requires_grad_() for part in state))
     leaves |= {f"initial_{name}": part for name, part in state._asdict().items()}
     leaves |= {name: parameter for name, parameter in mixer.named_parameters() if name != "h0" and "proj" not in name}
-    mix = mixer.mix if backend == "reference" else partial(mixer.mix_compiled, mixer_cpu)
-    y, final = mix(*inputs, state, None, None)
-    return results_and_gradients(y, final, leaves)
+    if backend == "cpu":
+        y, final = mixer_cpu(*inputs, mixer.weights(), state, TokenOrder(), **mixer.options)
+    else:
+        y, final = mixer.mix(*inputs, state, None, None)
+    return results_and_gradients(y, Mamba3State(*final), leaves)
 
 
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
@@ -147,8 +149,7 @@ def test_bfloat16_is_read_and_rounded_but_computed_in_float32(option):
 def test_float16_takes_the_same_path():
     mixer = make_mixer("paper", torch.float32)
     projected, k, beta, *rest = operator_arguments(mixer, rows=1, length=9)
-    weights, state = MixerWeights(*rest[:8]), rest[8:12]
-    options = {"contractive": False, "heavy_tail": False, "a_min": 1e-4, "epsilon": 1e-5}
+    weights, state, options = MixerWeights(*rest[:8]), rest[8:12], mixer.options
     found, _ = mixer_cpu(projected.half(), k.half(), beta.half(), weights, state, TokenOrder(), **options)
     expected, _ = mixer_cpu(projected, k, beta, weights, state, TokenOrder(), **options)
     assert found.dtype == torch.float16
@@ -158,19 +159,10 @@ def test_float16_takes_the_same_path():
 def operator_arguments(mixer, rows, length):
     """Arguments of the operator with rows of equal length, from random projections in the mixer's dtype."""
     config, dtype = mixer.config, mixer.D.dtype
-    seen = {}
-
-    def record(projected, k, beta, weights, state, sequences, **options):
-        seen["arguments"] = (projected, k, beta, *weights, *state, *sequences, *options.values())
-        return projected[..., : config.num_heads * config.head_dim], state
-
     x = torch.randn(rows, length, config.hidden_size, dtype=dtype)
-    projections = mixer.in_proj(x), None, None
-    if config.reflection_rank:
-        projections = mixer.in_proj(x), mixer.k_proj(x), mixer.beta_proj(x)
-    mixer.mix_compiled(record, *projections, random_state(mixer, rows, dtype), None, None)
-    detached = (x.detach() if isinstance(x, torch.Tensor) else x for x in seen["arguments"])
-    return [x.to(dtype) if isinstance(x, torch.Tensor) else x for x in detached]
+    k, beta = (mixer.k_proj(x), mixer.beta_proj(x)) if config.reflection_rank else (None, None)
+    tensors = (mixer.in_proj(x), k, beta, *mixer.weights(), *random_state(mixer, rows, dtype), None, None)
+    return [*(None if x is None else x.detach().clone() for x in tensors), *mixer.options.values()]
 
 
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
@@ -208,6 +200,53 @@ def test_what_is_not_a_number_stays_in_its_row():
     found, _ = mixer(x, state)
     assert torch.equal(found[0], clean[0]) and torch.equal(found[2], clean[2])
     assert found[1, 3:].isnan().all()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.no_grad()
+def test_a_compiled_step_is_a_piece_of_length_one(option, rows, monkeypatch):
+    mixer = make_mixer(option, hidden_size=15, head_dim=5)
+    mixer.config.scan_backend = "cpu"
+    x, state = torch.randn(rows, 4, 15, dtype=torch.float64), random_state(mixer, rows)
+    expected, expected_state = mixer(x, state)
+    calls = count_steps(monkeypatch)
+    outputs = []
+    for token in x.unbind(1):
+        output, state = mixer(token[:, None], state)
+        outputs.append(output)
+    assert len(calls) == 4
+    assert error(torch.cat(outputs, dim=1), expected) < 1e-12
+    for found, part in zip(state, expected_state, strict=True):
+        assert part.numel() == 0 or error(found, part) < 1e-12
+
+
+def count_steps(monkeypatch):
+    calls, backend = [], BACKENDS["cpu"]
+    monkeypatch.setitem(
+        BACKENDS, "cpu", backend._replace(step=lambda *a, **named: calls.append(1) or backend.step(*a, **named))
+    )
+    return calls
+
+
+@pytest.mark.parametrize("watched", ["gradient", "hook", "mask", "half"])
+def test_steps_that_are_more_than_numbers_take_the_usual_path(watched, monkeypatch):
+    mixer = make_mixer("paper", torch.float32)
+    x, named = torch.randn(2, 1, 12), {}
+    if watched == "hook":
+        mixer.in_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    if watched == "mask":
+        named["mask"] = torch.tensor([[True], [False]])
+    if watched == "half":
+        mixer, x = mixer.bfloat16(), x.bfloat16()
+    calls = count_steps(monkeypatch)
+    mixer.config.scan_backend = "cpu"
+    with torch.set_grad_enabled(watched == "gradient"):
+        found, _ = mixer(x, **named)
+        mixer.config.scan_backend = "chunkwise"
+        expected, _ = mixer(x, **named)
+    assert not calls and found.requires_grad == (watched == "gradient")
+    assert error(found.float(), expected.float()) < (0.02 if watched == "half" else 1e-5)
 
 
 def test_masked_models_compile_in_one_graph():
