@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 import yaml
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.integrations import is_tensorboard_available
@@ -81,8 +82,8 @@ REFUSED = {
 # Fields whose default follows from others.
 SETTLED_LATER = ("max_steps", "num_train_epochs", "output_dir", "per_device_train_batch_size", "report_to")
 
-# Beginnings of what may differ between a run and its continuation: none of it touches weights or logged figures, but for
-# the rounding of sums.
+# Beginnings of what may differ between a run and its continuation: none of it touches weights or logged figures, but
+# for the rounding of sums.
 MAY_CHANGE = (
     "dataloader_",
     "disable_tqdm",
@@ -93,6 +94,7 @@ MAY_CHANGE = (
     "report_to",
     "run_name",
     "save_",
+    "use_cpu",
 )
 
 
@@ -109,6 +111,7 @@ class TrainingRun:
         config: Configuration of the model.
         args: For Trainer.
         arguments: All of this by the names of the command line, to be saved and read again.
+        changed: Those of them that differ from what the names stand for.
     """
 
     task_name: str
@@ -118,6 +121,7 @@ class TrainingRun:
     config: PreTrainedConfig
     args: TrainingArguments
     arguments: dict
+    changed: dict
 
     @cached_property
     def auto_class(self) -> str:
@@ -138,11 +142,29 @@ def head_of(task: Task) -> str:
 
 def parse_run(arguments: list[str]) -> TrainingRun:
     """The run that a command line describes. Later has precedence: preset, file, command line."""
+    own, values, task, fields, resolved = resolve(arguments)
+    check_processes(own["num_processes"])
+    settle_reports(values)
+    names = [f"--{name}={own[name]}" for name in ("task", "model", "preset")]
+    named = resolve([*names, f"--seed={values['seed']}"])[-1]
+    return TrainingRun(
+        task_name=own["task"],
+        model_name=own["model"],
+        preset=own["preset"],
+        task=task,
+        config=build(AutoConfig.for_model, MODELS[own["model"]].model_type, **fields),
+        args=make_training_arguments(values),
+        arguments=resolved,
+        changed={x: y for x, y in resolved.items() if named.get(x) != y and not x.startswith(MAY_CHANGE)},
+    )
+
+
+def resolve(arguments: list[str]) -> tuple[dict, dict, Task, dict, dict]:
+    """Our own fields, those of TrainingArguments, the task, the fields of the model, and all by their full names."""
     overrides, arguments = split_overrides(arguments)
     in_file, from_file = read_file(find_config(arguments))
     overrides = in_file | overrides
     own, values, defaults = parse_fields(from_file + arguments)
-    check_processes(own["num_processes"])
     model, given = MODELS[own["model"]], part(overrides, "task")
     settings = PRESETS[own["preset"]].task
     if own["preset"] == "paper":
@@ -151,16 +173,7 @@ def parse_run(arguments: list[str]) -> TrainingRun:
     fields = model.fields | task.model_fields | part(overrides, "model")
     if values["output_dir"] is None:
         values["output_dir"] = f"runs/{own['task']}-{own['model']}-{own['preset']}-seed{values['seed']}"
-    settle_reports(values)
-    return TrainingRun(
-        task_name=own["task"],
-        model_name=own["model"],
-        preset=own["preset"],
-        task=task,
-        config=build(AutoConfig.for_model, model.model_type, **fields),
-        args=make_training_arguments(values),
-        arguments=resolved(own, task, fields, values, defaults),
-    )
+    return own, values, task, fields, by_full_name(own, task, fields, values, defaults)
 
 
 def parse_fields(arguments: list[str]) -> tuple[dict, dict, dict]:
@@ -374,14 +387,19 @@ def settle_reports(values: dict) -> None:
 
 
 def make_training_arguments(values: dict) -> TrainingArguments:
-    args = build(TrainingArguments, **values)
+    # Without this Accelerate would start processes on a machine without GPUs that do not know of each other.
+    use_cpu = values["use_cpu"] or not torch.accelerator.is_available()
+    args = build(TrainingArguments, **values | {"use_cpu": use_cpu})
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    if args.world_size != started:
+        raise UsageError(f"{started} processes were started, but {args.world_size} of them work together.")
     # Several GPUs are used by several processes; without a launcher Trainer would split batches over threads.
     if args.n_gpu > 1:
         args._n_gpu = 1
     return args
 
 
-def resolved(own: dict, task: Task, fields: dict, values: dict, defaults: dict) -> dict:
+def by_full_name(own: dict, task: Task, fields: dict, values: dict, defaults: dict) -> dict:
     """All settings that differ from the defaults of the libraries, by the names of the command line."""
     left_out = {"hub_token", "output_dir", "resume_from_checkpoint", "per_device_train_batch_size"}
     training = {name: x for name, x in values.items() if name not in left_out and x != defaults[name]}

@@ -2,8 +2,8 @@
 `transformers.Trainer` for runs that may be killed at any moment: checkpoints that are whole or not there, a resume that
 is exact to the bit, and an end with a reason where numbers stop being finite.
 
-Weights are safetensors. What else a checkpoint needs to go on (optimizer, schedule, random numbers) stays in the form in
-which Trainer writes it and reads it back, with `weights_only=True`; it never leaves the run's own folder.
+Weights are safetensors. What else a run needs to go on (optimizer, schedule, random numbers) stays in the form in which
+Trainer writes it and reads it back, with `weights_only=True`: it comes from this machine and is never published.
 """
 
 import json
@@ -41,11 +41,12 @@ class ResumableTrainer(Trainer):
     """
 
     def __init__(self, model, args, train_dataset, evaluator: Callable[[nn.Module], dict], record: dict[str, str]):
-        # Trainer insists on a dataset where an evaluation strategy is set; ours is made by the evaluator.
+        # Trainer wants a dataset where an evaluation strategy is set; what is evaluated is the evaluator's affair.
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=train_dataset)
         self.evaluator = evaluator
         self.record = record
         self.step_loss = None
+        self.saving = False
         if self.pop_callback(ProgressCallback):
             self.add_callback(ProgressBar())
 
@@ -82,8 +83,8 @@ class ResumableTrainer(Trainer):
         where = first_not_finite(self.model, self.train_dataset[step * self.args.gradient_accumulation_steps])
         kept = last_whole_checkpoint(self.args.output_dir)
         raise NotFiniteError(
-            f"Step {step}: the loss is {float(self.step_loss)}, the gradient norm {float(grad_norm)}. First not finite: "
-            f"{where}. Batch: {self.train_dataset.describe(step)}. Last whole checkpoint: {kept or 'none'}."
+            f"Step {step}: the loss is {float(self.step_loss)}, the gradient norm {float(grad_norm)}. First not "
+            f"finite: {where}. Batch: {self.train_dataset.describe(step)}. Last whole checkpoint: {kept or 'none'}."
         )
 
     def _save(self, output_dir=None, state_dict=None):
@@ -114,8 +115,6 @@ class ResumableTrainer(Trainer):
     def _get_output_dir(self, trial=None) -> str:
         return str(self.unfinished_folder) if self.saving else super()._get_output_dir(trial)
 
-    saving = False
-
     @property
     def unfinished_folder(self) -> Path:
         return Path(self.args.output_dir, UNFINISHED)
@@ -125,7 +124,7 @@ class ResumableTrainer(Trainer):
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         part, whole = self.unfinished_folder / name, Path(self.args.output_dir, name)
         for parameter_name, parameter in self.model.named_parameters():
-            if not parameter.isfinite().all():
+            if not all_finite(parameter):
                 raise NotFiniteError(f"Step {self.state.global_step}: {parameter_name} is not finite; it is not saved.")
         if self.args.should_save:
             shutil.rmtree(self.unfinished_folder, ignore_errors=True)
@@ -139,7 +138,9 @@ class ResumableTrainer(Trainer):
         except Exception as error:
             shutil.rmtree(self.unfinished_folder, ignore_errors=True)
             kept = last_whole_checkpoint(self.args.output_dir)
-            raise CheckpointError(f"{name} could not be saved ({error}). Last whole checkpoint: {kept or 'none'}.") from error
+            raise CheckpointError(
+                f"{name} could not be saved ({error}). Last whole checkpoint: {kept or 'none'}."
+            ) from error
         finally:
             self.saving = False
         self.accelerator.wait_for_everyone()
@@ -237,14 +238,14 @@ def last_whole_checkpoint(folder) -> Path | None:
 def first_not_finite(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
     """Where a pass of this batch leaves the finite numbers first: in a weight, a module's output, or a gradient."""
     for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        if not all_finite(parameter):
             return f"the weight {name}"
     found, hooks = [], []
     for name, module in model.named_modules():
 
         def look(module, inputs, output, name=name):
             outputs = output if isinstance(output, tuple) else (output,)
-            if any(torch.is_tensor(x) and x.is_floating_point() and not x.isfinite().all() for x in outputs):
+            if any(torch.is_tensor(x) and not all_finite(x) for x in outputs):
                 found.append(name)
 
         hooks.append(module.register_forward_hook(look))
@@ -256,5 +257,10 @@ def first_not_finite(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
             hook.remove()
     if found:
         return f"the output of {found[0] or type(model).__name__}"
-    gradients = [name for name, x in model.named_parameters() if x.grad is not None and not x.grad.isfinite().all()]
+    gradients = [name for name, x in model.named_parameters() if x.grad is not None and not all_finite(x.grad)]
     return f"the gradient of {gradients[0]}" if gradients else "the loss"
+
+
+def all_finite(x: torch.Tensor) -> bool:
+    # Of a tensor that is shared out over processes, each looks at its own part.
+    return bool((x.to_local() if hasattr(x, "to_local") else x).isfinite().all())
