@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..configuration.atomic_files import publish_folder, write_atomically
 
@@ -155,7 +155,15 @@ class ResumableTrainer(Trainer):
         write_contents(part)
         publish_folder(part, whole)
         shutil.rmtree(self.unfinished_folder, ignore_errors=True)
-        rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+        self.delete_older(keep=whole)
+
+    def delete_older(self, keep: Path) -> None:
+        """Leaves `save_total_limit` checkpoints. Trainer's own rotation counts folders that are not whole."""
+        kept = {str(keep), self.state.best_model_checkpoint or str(keep)}
+        others = [path for path in whole_checkpoints(self.args.output_dir) if str(path) not in kept]
+        excess = len(others) + len(kept) - (self.args.save_total_limit or len(others) + len(kept))
+        for path in others[: max(0, excess)]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def save_finished(self) -> None:
         """The trained model in the run's own folder; its weights, which make it loadable, come last."""
@@ -224,14 +232,16 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
+def whole_checkpoints(folder) -> list[Path]:
+    """The whole checkpoints of a run, oldest first; what was half written or cut short does not count."""
+    steps = {path: path.name.rpartition("-")[2] for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    return sorted(
+        (path for path in steps if steps[path].isdigit() and is_whole(path)), key=lambda path: int(steps[path])
+    )
+
+
 def last_whole_checkpoint(folder) -> Path | None:
-    """The newest whole checkpoint of a run; what was half written or cut short does not count."""
-    found = {}
-    for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = path.name.rpartition("-")[2]
-        if step.isdigit() and is_whole(path):
-            found[int(step)] = path
-    return found[max(found)] if found else None
+    return next(reversed(whole_checkpoints(folder)), None)
 
 
 @torch.no_grad()
