@@ -123,7 +123,10 @@ def create_repository(args) -> str | None:
     if args.process_index:
         return None
     name = args.hub_model_id or Path(args.output_dir).name
-    return HfApi(token=args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+    try:
+        return HfApi(token=args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+    except (OSError, ValueError) as error:
+        raise UsageError(f"push_to_hub: the repository {name!r} cannot be made ({error}).") from error
 
 
 def announce(run: TrainingRun, model, checkpoint: str | None) -> None:
