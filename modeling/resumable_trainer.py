@@ -95,19 +95,17 @@ class ResumableTrainer(Trainer):
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
         # Losses since the last log entry, so that the next one is their mean in a resumed run too.
-        logged = {
-            "loss": float(self._tr_loss),
-            "total": self._total_loss_scalar,
-            "last_logged": self._globalstep_last_logged,
-        }
-        self.loss_file(output_dir).write_text(json.dumps(logged), encoding="utf-8")
+        waiting = {"loss": float(self._tr_loss), "last_logged": self._globalstep_last_logged}
+        self.loss_file(output_dir).write_text(json.dumps(waiting), encoding="utf-8")
 
     def _load_rng_state(self, checkpoint):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None and self.loss_file(checkpoint).exists():
-            logged = json.loads(self.loss_file(checkpoint).read_text(encoding="utf-8"))
-            self._tr_loss += logged["loss"]
-            self._globalstep_last_logged = logged["last_logged"]
+            waiting = json.loads(self.loss_file(checkpoint).read_text(encoding="utf-8"))
+            self._tr_loss += waiting["loss"]
+            self._globalstep_last_logged = waiting["last_logged"]
+            # Trainer's mean at the end is over the updates of this process only.
+            self._total_loss_scalar -= waiting["loss"]
 
     def loss_file(self, folder) -> Path:
         return Path(folder, f"loss_{self.args.process_index}.json")

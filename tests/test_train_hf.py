@@ -213,6 +213,28 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     assert {"rng_state_1.pth", "loss_1.json"} <= {path.name for path in (tmp_path / "two" / "checkpoint-8").iterdir()}
 
 
+@pytest.mark.slow
+def test_fsdp_gives_the_losses_of_one_process_and_resumes_to_the_same_bits(tmp_path):
+    program.main([*WORDS, f"--output_dir={tmp_path / 'one'}"])
+    config = training_program.PROGRAM.parent / "configuration" / "accelerate" / "fsdp.yaml"
+    worker = Path(__file__).with_name("fsdp_on_cpu.py")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(worker), *WORDS]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for resume in ([], ["--resume_from_checkpoint"]):
+        arguments = [*command, f"--output_dir={tmp_path / 'fsdp'}", *resume]
+        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights = (tmp_path / "fsdp" / "model.safetensors").read_bytes()
+        if not resume:
+            whole, first_log = weights, log_of(tmp_path / "fsdp")
+            shutil.rmtree(tmp_path / "fsdp" / "checkpoint-8")
+    assert weights == whole and log_of(tmp_path / "fsdp") == first_log
+    for ours, theirs in zip(first_log, log_of(tmp_path / "one"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "fsdp").num_labels == 120
+    assert (tmp_path / "fsdp" / "modeling_mamba3_nplr.py").exists()
+
+
 def test_a_number_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys):
     def spoil(trainer):
         layer = trainer.model.model.layers[0]
