@@ -19,6 +19,7 @@ import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi
+from mamba3_nplr.configuration.atomic_files import write_atomically
 from mamba3_nplr.datasets_scripts import run_record
 from mamba3_nplr.datasets_scripts.comparison import comparison_table, draw_comparison
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, evaluate_command
@@ -27,7 +28,7 @@ from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, parse_run
 from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
 
-PUBLISHED = ("*.safetensors", "*.safetensors.index.json", "*.py", "README.md", "config.json", "r*.json")
+PUBLISHED = ["*.safetensors", "*.safetensors.index.json", "*.py", "README.md", "config.json"]
 
 
 class StoppedError(Exception):
@@ -82,15 +83,15 @@ def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) 
     summary = run_record.summary(run, model, results, losses)
     if args.process_index == 0:
         out = Path(args.output_dir)
-        trainer.state.save_to_json(str(out / "trainer_state.json"))
         card = run_record.model_card(run, summary, repository or args.output_dir)
-        (out / "README.md").write_text(card, encoding="utf-8")
+        write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
+        write_atomically(out / "README.md", lambda part: part.write_text(card, encoding="utf-8"))
         run_record.write_json(out / run_record.RESULTS, summary)
         if repository:
             HfApi(token=args.hub_token).upload_folder(
                 repo_id=repository,
                 folder_path=out,
-                allow_patterns=list(PUBLISHED),
+                allow_patterns=[*PUBLISHED, run_record.RUN, run_record.RESULTS],
                 ignore_patterns=["checkpoint-*", ".*", "*/*"],
                 commit_message=f"{run.model_name} on {run.task_name}",
                 revision=args.hub_revision,
@@ -130,13 +131,11 @@ def create_repository(args) -> str | None:
 
 
 def announce(run: TrainingRun, model, checkpoint: str | None) -> None:
-    args, world = run.args, run.args.world_size
-    processes = (
-        f"{world} process{'es' if world > 1 else ''} on {args.device.type}, {torch.get_num_threads()} threads each"
-    )
+    args = run.args
     print(
         f"{run.model_name} on {run.task_name} ({run.preset}, seed {args.seed}): {model.num_parameters():,} parameters, "
-        f"{args.max_steps:,} updates of {run.task.batch_size}; {processes}; {args.output_dir}",
+        f"{args.max_steps:,} updates of {run.task.batch_size}; processes: {args.world_size} on {args.device.type}, "
+        f"threads of each: {torch.get_num_threads()}; {args.output_dir}",
         flush=True,
     )
     if checkpoint:
@@ -152,11 +151,17 @@ def train_command(arguments: list[str]) -> None:
 
 def compare_command(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        prog="train_hf.py compare", allow_abbrev=False, description=compare_command.__doc__
+        prog="train_hf.py compare",
+        allow_abbrev=False,
+        description="Trains several models alike and puts them side by side; finished ones are not trained again. All "
+        "fields of train_hf.py but model and output_dir can be given too.",
     )
     parser.add_argument("--models", nargs="+", required=True, metavar="MODEL")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
     given, rest = parser.parse_known_args(arguments)
+    taken = {"--model", "--output_dir", "--resume_from_checkpoint"} & {word.partition("=")[0] for word in rest}
+    if taken:
+        raise UsageError(f"{taken.pop()} cannot be given to compare: --models and --out stand for it.")
     summaries = {}
     for model in given.models:
         named = ["--model", model, "--output_dir", str(given.out / model), "--resume_from_checkpoint"]

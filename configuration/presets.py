@@ -63,6 +63,7 @@ COMMON = {
     "logging_steps": 0.01,
     "eval_strategy": "steps",
     "eval_steps": 0.1,
+    "per_device_eval_batch_size": 128,
     "save_steps": 0.05,
     "save_total_limit": 2,
     "seed": 0,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import yaml
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
-from transformers.integrations import is_tensorboard_available
+from transformers.integrations import get_available_reporting_integrations
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..configuration.presets import HEADS, MODELS, PRESETS
@@ -215,6 +215,7 @@ def make_parser(everything: bool = False) -> HfArgumentParser:
     )
     resume = parser._option_string_actions["--resume_from_checkpoint"]
     resume.nargs, resume.const = "?", LAST
+    parser._option_string_actions["--report_to"].nargs = "+"
     of_transformers = {f.name for f in dataclasses.fields(TrainingArguments)}
     for action in parser._actions:
         action.option_strings = action.option_strings[:1]  # the help need not repeat names with hyphens
@@ -379,11 +380,14 @@ def check_processes(wanted: int | None) -> None:
 
 
 def settle_reports(values: dict) -> None:
-    """TensorBoard by default where it is installed; asked for and missing it is an error, before any training."""
+    """TensorBoard by default where it is installed; what is asked for and missing is an error, before any training."""
+    installed = get_available_reporting_integrations()
     if values["report_to"] is None:
-        values["report_to"] = "tensorboard" if is_tensorboard_available() else "none"
-    elif "tensorboard" in values["report_to"] and not is_tensorboard_available():
-        raise UsageError("report_to=tensorboard needs TensorBoard: pip install 'mamba3_nplr[tensorboard]'")
+        values["report_to"] = ["tensorboard"] if "tensorboard" in installed else ["none"]
+    for name in values["report_to"]:
+        if name not in ("all", "none", *installed):
+            here = f"Installed here: {', '.join(installed) or 'nothing of the kind'}."
+            raise UsageError(f"report_to={name} needs the package of that name: pip install {name}. {here}")
 
 
 def make_training_arguments(values: dict) -> TrainingArguments:

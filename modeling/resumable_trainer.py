@@ -166,11 +166,16 @@ class ResumableTrainer(Trainer):
     def save_finished(self) -> None:
         """The trained model in the run's own folder; its weights, which make it loadable, come last."""
         part, whole = self.unfinished_folder, Path(self.args.output_dir)
-        self.save_model(str(part), _internal_call=True)
-        if self.args.should_save:
-            for file in sorted(part.iterdir(), key=lambda file: file.suffix == ".safetensors"):
-                write_atomically(whole / file.name, lambda path, file=file: shutil.copyfile(file, path))
-            shutil.rmtree(part)
+        try:
+            self.save_model(str(part), _internal_call=True)
+            if self.args.should_save:
+                for file in sorted(part.iterdir(), key=lambda file: file.suffix == ".safetensors"):
+                    write_atomically(whole / file.name, lambda path, file=file: shutil.copyfile(file, path))
+                shutil.rmtree(part)
+        except Exception as error:
+            shutil.rmtree(part, ignore_errors=True)
+            kept = last_whole_checkpoint(whole)
+            raise CheckpointError(f"The model could not be saved ({error}). Last whole checkpoint: {kept}.") from error
         self.accelerator.wait_for_everyone()
 
 

@@ -205,7 +205,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 processes on cpu, 1 threads each" in done.stdout
+    assert "processes: 2 on cpu, threads of each: 1" in done.stdout
     one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
     assert sum("loss" in entry for entry in one) == 4
     for ours, theirs in zip(two, one, strict=True):
@@ -340,6 +340,11 @@ def test_compare_goes_on_where_one_model_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ResumableTrainer, "training_step", call_at_step(2, fail))
     program.main(["compare", "--models", "mamba3", "nplr", *WORDS, f"--out={tmp_path / 'out'}"])
     assert "| mamba3 | not finite |" in capsys.readouterr().out
+
+
+def test_compare_names_its_own_folders(capsys):
+    assert stopped(["compare", "--models", "nplr", "--output_dir=x"]) == 2
+    assert "--output_dir cannot be given to compare" in capsys.readouterr().err
 
 
 def test_contents_are_checked_file_by_file(tmp_path):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from mamba3_nplr.configuration.presets import MODELS, PRESETS
+from mamba3_nplr.datasets_scripts import training_run
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
 from mamba3_nplr.datasets_scripts.tasks import TASKS
 from mamba3_nplr.datasets_scripts.training_run import LAST, OFTEN_USED, UsageError, help_text, parse_run
@@ -131,13 +132,14 @@ def test_a_launcher_that_started_one_process_of_several_is_noticed(monkeypatch):
         parse_run([])
 
 
-def test_tensorboard_must_be_there_if_asked_for(monkeypatch):
-    from mamba3_nplr.datasets_scripts import training_run
-
-    monkeypatch.setattr(training_run, "is_tensorboard_available", lambda: False)
+def test_what_is_to_be_reported_to_must_be_installed(monkeypatch):
+    monkeypatch.setattr(training_run, "get_available_reporting_integrations", lambda: ["trackio"])
     assert parse_run([]).args.report_to == []
-    with pytest.raises(UsageError, match=r"pip install 'mamba3_nplr\[tensorboard\]'"):
+    assert parse_run(["--report_to", "trackio", "none"]).args.report_to == ["trackio", "none"]
+    with pytest.raises(UsageError, match="report_to=tensorboard needs the package of that name.*here: trackio"):
         parse_run(["--report_to=tensorboard"])
+    monkeypatch.setattr(training_run, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    assert parse_run([]).args.report_to == ["tensorboard"]
 
 
 def test_help_is_short_and_complete():
