@@ -185,14 +185,14 @@ def report(run: TrainingRun, summaries: dict[str, dict], out: Path) -> None:
         draw_comparison(run.task, summaries, out / "comparison.png")
     except ImportError as error:
         print(error)
-    first = next(iter(summaries))
+    last = next(reversed(summaries))
     print(
         f"Wrote {out}: comparison.png, comparison.json, and each model in a folder of its own.\n\n"
-        "Next:\n"
-        f"  python train_hf.py evaluate {out / first}              any checkpoint on its test sets, length by length\n"
-        "  python train_hf.py --task shell --model nplr             the shell game\n"
-        f"  python train_hf.py --task {run.task_name} --model nplr --preset paper    the paper's training\n"
-        "  python train_hf.py --help"
+        "Next\n"
+        f"  any checkpoint on its test sets:  python train_hf.py evaluate {out / last}\n"
+        "  the shell game:                   python train_hf.py --task shell --model nplr\n"
+        f"  the paper's training:             python train_hf.py --task {run.task_name} --model nplr --preset paper\n"
+        "  all else:                         python train_hf.py --help"
     )
 
 

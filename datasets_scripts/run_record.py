@@ -50,7 +50,7 @@ Where `mamba3_nplr` is installed, `import mamba3_nplr` replaces `trust_remote_co
 {command}
 ```
 
-gives the same run again; `run.json` has its settings, and the versions it ran with:
+gives the same run again with the versions that it ran with; `run.json` has its settings in full:
 
 {versions}
 
@@ -93,7 +93,8 @@ def write_json(path: Path, content: dict) -> None:
 def environment() -> dict[str, str]:
     """Versions of what computes the results."""
     versions = {name: version(name) for name in PACKAGES}
-    return {"python": platform.python_version(), **versions, "platform": platform.platform(), "git": git_revision()}
+    machine = f"{platform.system()} {platform.machine()}"
+    return {"python": platform.python_version(), **versions, "machine": machine, "git": git_revision()}
 
 
 def git_revision() -> str | None:
