@@ -24,10 +24,13 @@ def publish_folder(part: Path, path: Path) -> None:
     for file in part.rglob("*"):
         sync(file)
     sync(part)
+    older = path.with_name(f".{path.name}.older")
+    shutil.rmtree(older, ignore_errors=True)
     if path.exists():
-        shutil.rmtree(path)
+        os.replace(path, older)
     os.replace(part, path)
     sync(path.parent)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
