@@ -2,7 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format data benchmark-cpu benchmark-data benchmark-models clean
+.PHONY: setup test test-slow quality format data train results benchmark-cpu benchmark-data benchmark-models \
+	benchmark-trainer clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +30,21 @@ format: setup
 data: setup
 	$(RUN) -m mamba3_nplr.datasets_scripts.build data
 
+# The main job: three models on the word problem of S5, the same training for each, on 128 of the 512 test words.
+train: setup
+	$(RUN) train_hf.py compare --models mamba3 nplr nplr_exact --task s5_generators --preset quick \
+		--task.test_lengths '[64,128,512,2048,8192]' --task.test_size 128 --out runs/main
+
+# One run of the paper, such as results/runs/s5_generators-nplr-seed0.json; stopped, it goes on where it was.
+results/runs/%.json: | setup
+	$(RUN) train_hf.py --task $(word 1,$(subst -, ,$*)) --model $(word 2,$(subst -, ,$*)) --preset paper \
+		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint
+	mkdir -p $(@D)
+	cp runs/paper/$*/results.json $@
+
+results: setup
+	$(RUN) results/table.py > results/README.md
+
 benchmark-cpu: setup
 	$(RUN) benchmarks/cpu.py --out results/cpu.json
 
@@ -37,6 +53,9 @@ benchmark-data: setup
 
 benchmark-models: setup
 	$(RUN) benchmarks/models.py --out results/models.json
+
+benchmark-trainer: setup
+	$(RUN) benchmarks/trainer.py --out results/trainer.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -9,7 +9,6 @@ A build that was stopped goes on where it was when the same command is given aga
 import argparse
 import errno
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from datasets import DatasetInfo, SplitDict, SplitInfo
 from tqdm.auto import tqdm
 
+from ..configuration.atomic_files import write_atomically
 from .card import dataset_card
 from .columns import task_features, to_table
 from .show import draw, figure_class
@@ -104,17 +104,6 @@ def write_rows(path: Path, task: Task, split: str, start: int, stop: int) -> Non
     path.parent.mkdir(exist_ok=True)
     table = to_table(task.rows(split, start, stop), task_features(task))
     write_atomically(path, lambda part: pq.write_table(table, part, compression="zstd", row_group_size=1024))
-
-
-def write_atomically(path: Path, write) -> None:
-    """Writes beside `path` and renames: whatever happens, `path` is whole or not there."""
-    part = path.with_name(f".{path.name}.part{path.suffix}")
-    try:
-        write(part)
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -44,7 +44,14 @@ class SelfContainedMixin:
     auto_classes: dict[str, str] = {}
 
     @classmethod
+    def importable_class(cls) -> type:
+        """This class, or the one that it stands for: FSDP gives a model a class made up in torch."""
+        ours = [x for x in cls.__mro__ if issubclass(x, SelfContainedMixin)]
+        return next(x for x in ours if getattr(sys.modules.get(x.__module__), x.__name__, None) is x)
+
+    @classmethod
     def auto_map(cls) -> dict[str, str]:
+        cls = cls.importable_class()
         config_module = cls.config_class.__module__.rpartition(".")[2]
         model_module = cls.__module__.rpartition(".")[2]
         entries = {"AutoConfig": f"{config_module}.{cls.config_class.__name__}"}
@@ -63,7 +70,7 @@ class SelfContainedMixin:
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def write_code(self, folder) -> None:
-        for file_name, source in source_files(type(self).__module__).items():
+        for file_name, source in source_files(self.importable_class().__module__).items():
             (Path(folder) / file_name).write_text(source, encoding="utf-8")
 
     @classmethod

@@ -18,7 +18,7 @@ from mamba3_nplr import (
     Mamba3NPLRForTokenClassification,
     Mamba3NPLRModel,
 )
-from model_cases import OPTIONS, build
+from model_cases import OPTIONS, build, small_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from without_package import BLOCKER
@@ -170,3 +170,14 @@ def test_registering_for_an_auto_class_leaves_the_checkpoint_as_it_is(tmp_path):
 def test_only_the_main_process_writes(tmp_path):
     build(Mamba3NPLRModel).save_pretrained(tmp_path / "folder", is_main_process=False)
     assert not list((tmp_path / "folder").glob("*.py")) and not list((tmp_path / "folder").glob("config.json"))
+
+
+def test_a_class_made_up_by_a_wrapper_saves_what_it_stands_for(tmp_path):
+    """As FSDP does it: another base, another name, in a module that does not hold it."""
+    model = Mamba3NPLRForSequenceClassification(small_config())
+    model.save_pretrained(tmp_path / "plain")
+    made_up = {"__module__": "torch.nn.modules.linear"}
+    model.__class__ = type(f"FSDP{type(model).__name__}", (type(model), torch.nn.Module), made_up)
+    model.save_pretrained(tmp_path / "wrapped")
+    compared = filecmp.dircmp(tmp_path / "plain", tmp_path / "wrapped")
+    assert not compared.diff_files and not compared.left_only and not compared.right_only

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from hub_server import HubServer
@@ -121,6 +122,30 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     """
 )
 
+TRAINING = textwrap.dedent(
+    """
+    import json
+    import sys
+    from pathlib import Path
+
+    sys.path[:0] = sys.argv[1].split(":")
+    from training_program import WORDS, load_program
+
+    program = load_program()
+    push = [*WORDS, "--push_to_hub"]
+    try:
+        program.main([*push, "--output_dir=never", "--hub_model_id=user/never", "--hub_token=hf_wrong"])
+    except SystemExit as stop:
+        assert stop.code == 2
+    assert not list(Path("never").glob("checkpoint-*"))  # refused before training
+    program.main([*push, "--output_dir=run", "--hub_model_id=user/trained"])
+    program.main(["evaluate", "user/trained", "--out=found.json"])
+    found, results = (json.loads(Path(name).read_text()) for name in ("found.json", "run/results.json"))
+    assert found["results"] == results["results"]
+    assert not any("hf_right" in path.read_text() for path in Path("run").rglob("*.json"))
+    """
+)
+
 
 @pytest.fixture
 def hub(tmp_path):
@@ -182,3 +207,23 @@ def test_models(hub, run, tmp_path):
         repository = hub.repository(name)
         assert set(repository.files()) == set(saved) | {".gitattributes", "README.md"}
         assert {path: repository.read(path) for path in saved} == saved, name
+
+
+def test_a_finished_run_is_uploaded(hub, run, tmp_path):
+    run(TRAINING, ":".join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    repository = hub.repository("user/trained")
+    names = set(repository.files())
+    assert {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "modeling_mamba3_nplr.py",
+        "results.json",
+        "run.json",
+    } <= names
+    assert all(
+        "/" not in name and name.endswith((".md", ".json", ".py", ".safetensors", ".gitattributes")) for name in names
+    )
+    for name in ("README.md", "model.safetensors", "results.json"):
+        assert repository.read(name) == (tmp_path / "run" / name).read_bytes()
+    assert b"model-index" in repository.read("README.md") and b'"user/trained"' in repository.read("README.md")

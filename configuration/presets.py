@@ -1,0 +1,89 @@
+"""What `train_hf.py` knows by name, as data: the models, and how they are trained."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelPreset:
+    """
+    Args:
+        model_type: Under which the configuration is registered with the Auto classes.
+        fields: Fields of that configuration that differ from its defaults.
+        training: Fields of TrainingArguments that this model wants otherwise than the training preset.
+        paper_task: Settings of some tasks, by their names, that the paper has otherwise for this model.
+    """
+
+    model_type: str
+    fields: dict = field(default_factory=dict)
+    training: dict = field(default_factory=dict)
+    paper_task: dict[str, dict] = field(default_factory=dict)
+
+
+# Mirrors that neither fade nor grow and are fully on or off, written to only where they reflect; label smoothing keeps
+# pulling once the answers are right. Together they hold a state for as long as one likes.
+EXACT = {
+    "reflection_form": "contractive",
+    "gate_form": "exact",
+    "injection": "delta",
+    "use_rope": False,
+    "beta_bias_init": 2.0,
+    "label_smoothing": 0.1,
+}
+
+MODELS: dict[str, ModelPreset] = {
+    "mamba3": ModelPreset("mamba3_nplr", {"reflection_rank": 0}),
+    "mamba3_2": ModelPreset("mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 2}),
+    "mamba3_4": ModelPreset("mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 4}),
+    "nplr": ModelPreset("mamba3_nplr"),
+    "nplr_norope": ModelPreset("mamba3_nplr", {"use_rope": False}),
+    "nplr_exact": ModelPreset("mamba3_nplr", EXACT),
+}
+
+
+@dataclass(frozen=True)
+class TrainingPreset:
+    """
+    Args:
+        description: For the help.
+        training: Fields of TrainingArguments.
+        task: Settings of all tasks.
+    """
+
+    description: str
+    training: dict
+    task: dict = field(default_factory=dict)
+
+
+# AdamW without decay is Adam. Intervals below 1 are parts of the run.
+COMMON = {
+    "optim": "adamw_torch_fused",
+    "weight_decay": 0.0,
+    "lr_scheduler_type": "cosine",
+    "max_grad_norm": 1.0,
+    "logging_steps": 0.01,
+    "eval_strategy": "steps",
+    "eval_steps": 0.1,
+    "per_device_eval_batch_size": 128,
+    "save_steps": 0.05,
+    "save_total_limit": 2,
+    "seed": 0,
+    # A loss that is not finite stops the run; hiding it from the log would be of no use.
+    "logging_nan_inf_filter": False,
+    "remove_unused_columns": False,
+    "ddp_find_unused_parameters": False,
+}
+
+PRESETS: dict[str, TrainingPreset] = {
+    "quick": TrainingPreset(
+        "1,000 updates, learning rate 3e-3: a minute or so", COMMON | {"learning_rate": 3e-3}, {"total_steps": 1_000}
+    ),
+    "paper": TrainingPreset(
+        "the paper's number of updates (20,000 or 60,000), learning rate 1e-3", COMMON | {"learning_rate": 1e-3}
+    ),
+}
+
+# The Auto class whose model learns a task, by what the model reads there.
+HEADS = {
+    "input_ids": "AutoModelForSequenceClassification",
+    "observations": "AutoModelForBehaviorCloning",
+}

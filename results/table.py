@@ -1,0 +1,111 @@
+"""
+The runs in results/runs beside the paper's figures, as Markdown.
+
+    python results/table.py > results/README.md
+"""
+
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+# What the paper calls a model.
+PAPER_NAMES = {
+    "mamba3": "Mamba-3 (1 block)",
+    "mamba3_2": "Mamba-3 (2 blocks)",
+    "mamba3_4": "Mamba-3 (4 blocks)",
+    "nplr": "Mamba-3 + NPLR",
+    "nplr_norope": "Mamba-3 + NPLR without RoPE",
+    "deltaproduct_2": "DeltaProduct (n_h=2)",
+    "deltaproduct_4": "DeltaProduct (n_h=4)",
+    "gdp_2": "GDP (n_h=2)",
+    "gdp_4": "GDP (n_h=4)",
+    "gdn": "Gated DeltaNet (beta<2)",
+    "ids4": "IDS4",
+}
+SHELL_TASKS = {"shell": 0, "shell_curriculum": 1}
+
+INTRODUCTION = """# Results
+
+In per cent: ours (mean over seeds, and how many) and, after the slash, the paper's, where it has the figure. Each file
+in `runs/` holds one run with all its figures, the command that made it and the versions it ran with;
+`make results/runs/TASK-MODEL-seedSEED.json` makes one with the `paper` preset, `make results` this page.
+"""
+
+
+def read_runs() -> dict[str, dict[str, list[dict]]]:
+    """All runs, by task and model."""
+    runs = defaultdict(lambda: defaultdict(list))
+    for path in sorted((HERE / "runs").glob("*.json")):
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        runs[summary["task"]][summary["model"]].append(summary)
+    return runs
+
+
+def paper_figure(paper: dict, task: str, model: str, split: str) -> float | None:
+    """The paper's figure for a model on a test set, if there is one."""
+    name, size = PAPER_NAMES.get(model), split.removeprefix("test_")
+    if task in ("z5", "s5_generators"):
+        group = "Z5" if task == "z5" else "S5"
+        for title, rows in paper["length_extrapolation_final_accuracy"].items():
+            if title.startswith(f"{group} {name} ("):
+                return {str(row[0]): row[1] for row in rows}.get(size)
+        table = paper["group_words_final_accuracy"]
+        column = f"{group} L={size}"
+        return table[name][table["columns"].index(column)] if name in table and column in table["columns"] else None
+    if task in SHELL_TASKS and split in ("test_standard", "test_extended"):
+        figures = paper["shell_overall_success"].get(name)
+        return figures[SHELL_TASKS[task] + 2 * (split == "test_extended")] if figures else None
+    if task == "shell_jitter":
+        figures = paper["shell_jitter_success"].get(name, {})
+        exact = int(size) <= figures.get("perfect_through", 0)
+        return 100.0 if exact else figures.get(f"K={size}")
+    return None
+
+
+def cell(ours: list[float], paper: float | None) -> str:
+    mean = f"{100 * statistics.mean(ours):.2f}" + (f" ({len(ours)})" if len(ours) > 1 else "")
+    return mean if paper is None else f"{mean} / {paper:.2f}"
+
+
+def task_table(task: str, models: dict[str, list[dict]], paper: dict) -> str:
+    splits = list(next(iter(models.values()))[0]["results"])
+    lines = [f"| model | seeds | {' | '.join(splits)} |", "| --- " * (len(splits) + 2) + "|"]
+    for model, runs in models.items():
+        cells = []
+        for split in splits:
+            ours = [run["results"][split][run["metric"]] for run in runs if split in run["results"]]
+            cells.append(cell(ours, paper_figure(paper, task, model, split)) if ours else "")
+        lines.append(f"| {model} | {', '.join(str(run['seed']) for run in runs)} | {' | '.join(cells)} |")
+    return f"## {task}, {next(iter(models.values()))[0]['metric'].replace('_', ' ')}\n\n" + "\n".join(lines)
+
+
+def swaps_table(task: str, models: dict[str, list[dict]], paper: dict) -> str:
+    """Success for each number of swaps of the standard episodes, of which the paper has five."""
+    reference = paper["shell_standard_by_swaps"]
+    counts = [name.removeprefix("K=") for name in reference["columns"] if name.startswith("K=")]
+    lines = [f"| model | {' | '.join(f'K = {count}' for count in counts)} |", "| --- " * (len(counts) + 1) + "|"]
+    for model, runs in models.items():
+        figures = reference.get(PAPER_NAMES.get(model)) if task == "shell" else None
+        cells = []
+        for column, count in enumerate(counts):
+            ours = [run["results"]["test_standard"]["success_by_swaps"][count] for run in runs]
+            cells.append(cell(ours, figures[column] if figures else None))
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return f"## {task}, success by number of swaps (standard episodes)\n\n" + "\n".join(lines)
+
+
+def main() -> None:
+    paper = json.loads((HERE / "paper.json").read_text(encoding="utf-8"))
+    parts = [INTRODUCTION]
+    for task, models in read_runs().items():
+        parts.append(task_table(task, models, paper))
+        if task in SHELL_TASKS:
+            parts.append(swaps_table(task, models, paper))
+    print("\n\n".join(part.strip() for part in parts))
+
+
+if __name__ == "__main__":
+    main()

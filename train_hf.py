@@ -1,0 +1,224 @@
+"""
+Trains, compares and evaluates the models on the tasks, with transformers.Trainer and Accelerate.
+
+    python train_hf.py --task s5_generators --model nplr --preset paper --seed 0
+    python train_hf.py compare --models mamba3 nplr nplr_exact --task s5_generators
+    python train_hf.py evaluate runs/s5_generators-nplr-paper-seed0
+    torchrun --nproc_per_node 2 train_hf.py --task shell
+
+`python train_hf.py --help` lists the fields.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from accelerate.utils import broadcast_object_list
+from huggingface_hub import HfApi
+from mamba3_nplr.configuration.atomic_files import write_atomically
+from mamba3_nplr.datasets_scripts import run_record
+from mamba3_nplr.datasets_scripts.comparison import comparison_table, draw_comparison
+from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, evaluate_command
+from mamba3_nplr.datasets_scripts.evaluation import evaluate, main_metric, scalars
+from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
+from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, parse_run
+from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
+
+PUBLISHED = ["*.safetensors", "*.safetensors.index.json", "*.py", "README.md", "config.json"]
+
+
+class StoppedError(Exception):
+    """A signal ended the run after a checkpoint; `code` is what the program should exit with."""
+
+    def __init__(self, number: int, message: str):
+        super().__init__(message)
+        self.code = 128 + number
+
+
+def train(run: TrainingRun) -> dict:
+    """Trains, evaluates and saves; returns what `results.json` holds."""
+    args = run.args
+    share_cores()
+    [checkpoint] = broadcast_object_list([run_record.find_checkpoint(run) if args.process_index == 0 else None])
+    repository = create_repository(args)
+    transformers.set_seed(args.seed)
+    model = auto_class(run.task).from_config(run.config)
+    record = run_record.run_record(run)
+    if args.process_index == 0:
+        announce(run, model, checkpoint)
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+        run_record.write_json(Path(args.output_dir, run_record.RUN), record)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    accumulation = args.gradient_accumulation_steps
+    batches = FreshBatches(run.task, seed, args.max_steps, accumulation, args.process_index, args.world_size)
+    trainer = ResumableTrainer(
+        model,
+        args,
+        batches,
+        lambda model: scalars(evaluate_run(model, run, ["validation"])["validation"]),
+        record={run_record.RUN: json.dumps(record, indent=2)},
+    )
+    stop = StopOnSignal()
+    trainer.add_callback(stop)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if stop.stopped and trainer.state.global_step < args.max_steps:
+        raise StoppedError(
+            stop.stopped,
+            f"Stopped at step {trainer.state.global_step}, after a checkpoint. To go on, give the same command with "
+            "--resume_from_checkpoint",
+        )
+    return finish(run, trainer, repository)
+
+
+def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) -> dict:
+    args, model = run.args, trainer.model
+    results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
+    trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
+    trainer.save_finished()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    summary = run_record.summary(run, model, results, losses)
+    if args.process_index == 0:
+        out = Path(args.output_dir)
+        card = run_record.model_card(run, summary, repository or args.output_dir)
+        write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
+        write_atomically(out / "README.md", lambda part: part.write_text(card, encoding="utf-8"))
+        run_record.write_json(out / run_record.RESULTS, summary)
+        if repository:
+            HfApi(token=args.hub_token).upload_folder(
+                repo_id=repository,
+                folder_path=out,
+                allow_patterns=[*PUBLISHED, run_record.RUN, run_record.RESULTS],
+                ignore_patterns=["checkpoint-*", ".*", "*/*"],
+                commit_message=f"{run.model_name} on {run.task_name}",
+                revision=args.hub_revision,
+            )
+    trainer.accelerator.wait_for_everyone()
+    return summary
+
+
+def evaluate_run(model, run: TrainingRun, splits: list[str] | None = None, progress: bool = False) -> dict[str, dict]:
+    # Every process evaluates everything: the sets are small, and weights that are shared out need all of them anyway.
+    return evaluate(model, run.task, splits, run.args.per_device_eval_batch_size, progress=progress)
+
+
+def share_cores() -> None:
+    """Several processes on one machine share its cores out, unless someone has set OMP_NUM_THREADS."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    given = os.environ.get("OMP_NUM_THREADS")
+    # torchrun sets it to 1 where nobody has.
+    nobody = given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
+    if processes > 1 and nobody:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
+def create_repository(args) -> str | None:
+    """The repository to upload to, made before training: a wrong name or token shows now, and not at the end."""
+    if not args.push_to_hub:
+        return None
+    # Trainer would upload every checkpoint, with a card of its own.
+    args.push_to_hub = False
+    if args.process_index:
+        return None
+    name = args.hub_model_id or Path(args.output_dir).name
+    try:
+        return HfApi(token=args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+    except (OSError, ValueError) as error:
+        raise UsageError(f"push_to_hub: the repository {name!r} cannot be made ({error}).") from error
+
+
+def announce(run: TrainingRun, model, checkpoint: str | None) -> None:
+    args = run.args
+    print(
+        f"{run.model_name} on {run.task_name} ({run.preset}, seed {args.seed}): {model.num_parameters():,} parameters, "
+        f"{args.max_steps:,} updates of {run.task.batch_size}; processes: {args.world_size} on {args.device.type}, "
+        f"threads of each: {torch.get_num_threads()}; {args.output_dir}",
+        flush=True,
+    )
+    if checkpoint:
+        print(f"Goes on from {checkpoint}", flush=True)
+
+
+def train_command(arguments: list[str]) -> None:
+    run = parse_run(arguments)
+    summary = train(run)
+    if run.args.process_index == 0:
+        print(f"\n{comparison_table(run.task, {run.model_name: summary})}\n\nWrote {run.args.output_dir}")
+
+
+def compare_command(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="train_hf.py compare",
+        allow_abbrev=False,
+        description="Trains several models alike and puts them side by side; finished ones are not trained again. All "
+        "fields of train_hf.py but model and output_dir can be given too.",
+    )
+    parser.add_argument("--models", nargs="+", required=True, metavar="MODEL")
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
+    given, rest = parser.parse_known_args(arguments)
+    taken = {"--model", "--output_dir", "--resume_from_checkpoint"} & {word.partition("=")[0] for word in rest}
+    if taken:
+        raise UsageError(f"{taken.pop()} cannot be given to compare: --models and --out stand for it.")
+    summaries = {}
+    for model in given.models:
+        named = ["--model", model, "--output_dir", str(given.out / model), "--resume_from_checkpoint"]
+        run = parse_run([*rest, *named])
+        try:
+            summaries[model] = train(run)
+        except NotFiniteError as error:
+            print(error, file=sys.stderr)
+            summaries[model] = {"failed": "not finite"}
+    if run.args.process_index == 0:
+        report(run, summaries, given.out)
+
+
+def report(run: TrainingRun, summaries: dict[str, dict], out: Path) -> None:
+    table = comparison_table(run.task, summaries)
+    run_record.write_json(out / "comparison.json", summaries)
+    (out / "comparison.md").write_text(table + "\n", encoding="utf-8")
+    measured = main_metric(run.task).replace("_", " ")
+    print(f"\n{run.task_name}, {measured} in per cent\n\n{table}\n")
+    try:
+        draw_comparison(run.task, summaries, out / "comparison.png")
+    except ImportError as error:
+        print(error)
+    last = next(reversed(summaries))
+    print(
+        f"Wrote {out}: comparison.png, comparison.json, and each model in a folder of its own.\n\n"
+        "Next\n"
+        f"  any checkpoint on its test sets:  python train_hf.py evaluate {out / last}\n"
+        "  the shell game:                   python train_hf.py --task shell --model nplr\n"
+        f"  the paper's training:             python train_hf.py --task {run.task_name} --model nplr --preset paper\n"
+        "  all else:                         python train_hf.py --help"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    transformers.utils.logging.disable_progress_bar()  # of every file it writes or reads
+    commands = {"compare": compare_command, "evaluate": evaluate_command}
+    try:
+        if arguments and arguments[0] in commands:
+            commands[arguments[0]](arguments[1:])
+        elif {"-h", "--help", "--help_all"} & set(arguments):
+            print(help_text(everything="--help_all" in arguments))
+        else:
+            train_command(arguments)
+    except UsageError as error:
+        sys.exit(exit_with(f"train_hf.py: error: {error}", 2))
+    except (NotFiniteError, CheckpointError) as error:
+        sys.exit(exit_with(f"train_hf.py: {error}", 1))
+    except StoppedError as stopped:
+        sys.exit(exit_with(str(stopped), stopped.code))
+
+
+def exit_with(message: str, code: int) -> int:
+    print(message, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()
