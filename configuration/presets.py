@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from .configuration_delta_family import PRESETS as DELTA_FAMILY
+from .configuration_ids4 import PRESETS as IDS4
+
 
 @dataclass(frozen=True)
 class ModelPreset:
@@ -37,6 +40,16 @@ MODELS: dict[str, ModelPreset] = {
     "nplr": ModelPreset("mamba3_nplr"),
     "nplr_norope": ModelPreset("mamba3_nplr", {"use_rope": False}),
     "nplr_exact": ModelPreset("mamba3_nplr", EXACT),
+    **{name: ModelPreset(config.model_type, fields) for name, (config, fields) in DELTA_FAMILY.items()},
+    **{
+        name: ModelPreset(
+            config.model_type,
+            fields,
+            training={"learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01},
+            paper_task={"z5": {"total_steps": 60_000}},
+        )
+        for name, (config, fields) in IDS4.items()
+    },
 }
 
 
