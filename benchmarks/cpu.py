@@ -1,21 +1,29 @@
 """
-The block on a processor with each backend of the scan, as a ratio to the floor: the same block with the scan left out.
+The block on a processor with each implementation of the scan, beside its floor and two blocks of transformers.
 
-    python benchmarks/cpu.py [--repeats N] [--out results/cpu.json]
+    python benchmarks/cpu.py [--repeats N] [--out results/cpu.json] [--plot docs/cpu.png]
 
-All variants take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns.
+All variants take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
+floor is the block in eager torch with the scan replaced by the identity, which still asks for every gradient: what is
+left are the projections and the coefficients. `floor_pruned` asks for that of u alone, so that torch leaves out the
+backward pass of the coefficients, and of one projection too. Peak memory is that of a pass in a process of its own.
 """
 
 import argparse
+import copy
 import json
 import statistics
+import subprocess
+import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
-from mamba3_nplr.modeling import mixer_mamba3
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
+from mamba3_nplr.modeling.scan import BACKENDS, Backend
+from transformers import Mamba2Config, Qwen3NextConfig
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 SHAPES = {
     "S5": (64, 64, {}),
@@ -23,39 +31,71 @@ SHAPES = {
     "long": (8, 2048, {}),
     "LM": (1, 2048, {"hidden_size": 1024, "expand": 2, "head_dim": 64, "state_size": 64, "num_rope_pairs": 16}),
 }
-VARIANTS = ("floor", "chunkwise", "cpu")
+PEERS = ("mamba2", "gated_delta_rule")
+SCANS = ("floor", "floor_pruned", "reference", "chunkwise", "chunkwise_compiled", "cpu_scan", "cpu_fused")
+LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+SCALING_BATCH = 4
 
 
-@contextmanager
-def without_scan():
-    """The scan gives back its input, so that only what stands around it is left."""
-    scan = mixer_mamba3.scan
-    mixer_mamba3.scan = lambda u, *rest, initial_state, **named: (u, initial_state)
-    yield
-    mixer_mamba3.scan = scan
+class Identity(torch.autograd.Function):
+    """u, with a gradient of zeros for everything else that would have had one."""
+
+    @staticmethod
+    def forward(ctx, u, *others):
+        ctx.others = others
+        return u.view_as(u)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad, *(None if x is None else x.new_zeros(()).expand_as(x) for x in ctx.others))
 
 
-def measure(block, x, variant: str) -> tuple[float, float]:
+BACKENDS["floor"] = Backend(lambda inputs, initial, chunk_size: (Identity.apply(*inputs), initial.h))
+BACKENDS["floor_pruned"] = Backend(lambda inputs, initial, chunk_size: (inputs.u, initial.h))
+BACKENDS["cpu_scan"] = BACKENDS["cpu"]._replace(mix=None, step=None)
+BACKENDS["cpu_fused"] = BACKENDS["cpu"]
+
+
+def make_block(variant: str, mixer):
+    """The block of a variant, with the sizes of `mixer` and, where it is the same block, its weights."""
+    config = mixer.config
+    sizes = {"hidden_size": config.hidden_size}
+    if variant == "mamba2":
+        sizes |= {"num_heads": config.num_heads, "head_dim": config.head_dim, "state_size": config.state_size}
+        return Mamba2Mixer(Mamba2Config(**sizes, expand=config.expand, n_groups=1, chunk_size=64), layer_idx=0)
+    if variant == "gated_delta_rule":
+        sizes |= {"linear_num_key_heads": config.num_heads, "linear_num_value_heads": config.num_heads}
+        sizes |= {"linear_key_head_dim": config.state_size, "linear_value_head_dim": config.head_dim}
+        return Qwen3NextGatedDeltaNet(Qwen3NextConfig(**sizes), layer_idx=0)
+    block = copy.deepcopy(mixer)
+    block.config.scan_backend = variant.removesuffix("_compiled")
+    return torch.compile(block) if variant.endswith("_compiled") else block
+
+
+def make_blocks(fields: dict, variants: list[str]) -> dict:
+    mixer = Mamba3NPLRModel(Mamba3NPLRConfig(**fields)).layers[0].mixer
+    return {variant: make_block(variant, mixer) for variant in variants}
+
+
+def make_input(batch: int, length: int, fields: dict) -> torch.Tensor:
+    return torch.randn(batch, length, Mamba3NPLRConfig(**fields).hidden_size, requires_grad=True)
+
+
+def measure(block, x: torch.Tensor) -> tuple[float, float]:
     """Seconds of a forward and of a backward pass."""
-    block.config.scan_backend = "auto" if variant == "floor" else variant
     start = time.perf_counter()
-    output, _ = block(x)
+    output = block(x)
+    output = output[0] if isinstance(output, tuple) else output
     middle = time.perf_counter()
-    output.sum().backward()
+    output.backward(torch.ones_like(output))
     return middle - start, time.perf_counter() - middle
 
 
-def measure_in_turns(batch: int, length: int, fields: dict, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    block = Mamba3NPLRModel(Mamba3NPLRConfig(**fields)).layers[0].mixer
-    x = torch.randn(batch, length, block.config.hidden_size, requires_grad=True)
-    times = {variant: [] for variant in VARIANTS}
+def measure_in_turns(x: torch.Tensor, blocks: dict, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    times = {variant: [] for variant in blocks}
     for turn in range(repeats + 1):
-        for variant in VARIANTS:
-            if variant == "floor":
-                with without_scan():
-                    measured = measure(block, x, variant)
-            else:
-                measured = measure(block, x, variant)
+        for variant, block in blocks.items():
+            measured = measure(block, x)
             if turn:  # the first turn warms up
                 times[variant].append(measured)
     return times
@@ -73,23 +113,130 @@ def summarise(times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str
     }
 
 
+def peak_memory(shape: str, variant: str) -> float:
+    """Megabytes that one forward and backward pass adds to a process that has the block and its input."""
+    command = [sys.executable, __file__, "--peak_memory", shape, variant]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def print_peak_memory(shape: str, variant: str) -> None:
+    batch, length, fields = SHAPES[shape]
+    block = make_blocks(fields, [variant])[variant]
+    measure(block, make_input(1, 16, fields))  # loads what is loaded once
+    block.zero_grad()
+    x = make_input(batch, length, fields)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = status("VmRSS")
+    measure(block, x)
+    print((status("VmHWM") - before) / 1024)
+
+
+def status(name: str) -> int:
+    """A number of kilobytes that Linux keeps of this process."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+
+
+def compare_blocks(shape: str, repeats: int, variants: list[str]) -> dict:
+    batch, length, fields = SHAPES[shape]
+    results = summarise(measure_in_turns(make_input(batch, length, fields), make_blocks(fields, variants), repeats))
+    for variant, row in results.items():
+        row["peak_memory_mb"] = None if variant.endswith("_compiled") else peak_memory(shape, variant)
+        memory = "-" if row["peak_memory_mb"] is None else f"{row['peak_memory_mb']:.0f}"
+        times = f"{row['forward_ms']:.1f} | {row['backward_ms']:.1f} | {row['ratio_to_floor']:.2f}"
+        print(f"| {shape} | {variant} | {times} | {memory} |", flush=True)
+    return results
+
+
+def measure_scaling(repeats: int) -> dict[int, float]:
+    """Microseconds a token, forward and backward, by length; the lengths take turns."""
+    block = make_blocks({}, ["cpu_fused"])["cpu_fused"]
+    times = {length: [] for length in LENGTHS}
+    for turn in range(repeats + 1):
+        for length in LENGTHS:
+            seconds = sum(measure(block, make_input(SCALING_BATCH, length, {})))
+            if turn:
+                times[length].append(1e6 * seconds / (SCALING_BATCH * length))
+    return {length: statistics.median(found) for length, found in times.items()}
+
+
+@torch.no_grad()
+def measure_steps(repeats: int) -> dict[str, float]:
+    """Microseconds of a single step at batch 1: of the mixer in eager torch and compiled, and of a whole policy."""
+    policy = Mamba3NPLRForBehaviorCloning(Mamba3NPLRConfig()).eval()
+    mixer, observation = policy.model.layers[0].mixer, torch.randn(policy.config.observation_size)
+    eager, compiled = (make_block(name, mixer) for name in ("reference", "cpu_fused"))
+    x = torch.randn(1, 1, mixer.config.hidden_size)
+    _, state = mixer(x)
+    steps = {
+        "mixer_eager": lambda: eager(x, state),
+        "mixer_fused": lambda: compiled(x, state),
+        "select_action": lambda: policy.select_action(observation),
+    }
+    times = {name: [] for name in steps}
+    for turn in range(20 * repeats + 20):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if turn >= 20:
+                times[name].append(1e6 * (time.perf_counter() - start))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def draw(results: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=[2, 1])
+    variants = [name for name in results["blocks"]["S5"] if name != "floor"]
+    for number, variant in enumerate(variants):
+        heights = [found.get(variant, {}).get("ratio_to_floor") or 0.0 for found in results["blocks"].values()]
+        places = [place + (number - len(variants) / 2) * 0.1 for place in range(len(heights))]
+        left.bar(places, heights, 0.1, label=variant.replace("_", " "))
+    left.axhline(1.0, color="black", linewidth=0.8)
+    left.set(yscale="log", ylabel="forward and backward, as a ratio to the floor", title="The block on a processor")
+    left.set_xticks(range(len(results["blocks"])), results["blocks"])
+    left.legend(fontsize=8)
+    right.plot(list(results["scaling"]), list(results["scaling"].values()), marker="o")
+    right.set(xscale="log", xlabel="length", ylabel="microseconds a token", ylim=(0, None), title="Fused, by length")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Times the block with each backend of the scan on a processor.")
+    parser = argparse.ArgumentParser(description="Times the block with each implementation of the scan on a processor.")
     parser.add_argument("--repeats", type=int, default=9, help="turns that count (default: %(default)s)")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, metavar="SHAPE")
+    parser.add_argument("--leave_out", nargs="+", default=[], choices=(*SCANS[1:], *PEERS), metavar="VARIANT")
     parser.add_argument("--out", type=Path, help="JSON file to write, such as results/cpu.json")
+    parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
+    parser.add_argument("--peak_memory", nargs=2, metavar=("SHAPE", "VARIANT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
+    torch.manual_seed(0)
+    if given.peak_memory:
+        print_peak_memory(*given.peak_memory)
+        return
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {given.repeats}\n")
-    print("| shape | variant | forward (ms) | backward (ms) | ratio to floor |\n| --- | --- | --- | --- | --- |")
-    results = {}
-    for shape, (batch, length, fields) in SHAPES.items():
-        results[shape] = summarise(measure_in_turns(batch, length, fields, given.repeats))
-        for variant, row in results[shape].items():
-            numbers = f"{row['forward_ms']:.1f} | {row['backward_ms']:.1f} | {row['ratio_to_floor']:.2f}"
-            print(f"| {shape} | {variant} | {numbers} |", flush=True)
+    print("| shape | variant | forward (ms) | backward (ms) | ratio to floor | peak memory (MB) |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    variants = [variant for variant in (*SCANS, *PEERS) if variant not in given.leave_out]
+    results = {"settings": {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}}
+    results["blocks"] = {shape: compare_blocks(shape, given.repeats, variants) for shape in given.shapes}
+    results["scaling"] = measure_scaling(given.repeats)
+    print("\n| length | microseconds a token |\n| --- | --- |")
+    for length, microseconds in results["scaling"].items():
+        print(f"| {length} | {microseconds:.2f} |")
+    results["steps"] = measure_steps(given.repeats)
+    print("\n| single step | microseconds |\n| --- | --- |")
+    for name, microseconds in results["steps"].items():
+        print(f"| {name} | {microseconds:.0f} |")
     if given.out:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}
-        given.out.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+        given.out.write_text(json.dumps(results, indent=2) + "\n")
+    if given.plot:
+        draw(results, given.plot)
 
 
 if __name__ == "__main__":

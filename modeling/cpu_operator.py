@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import subprocess
 from functools import cache, cached_property
+from pathlib import Path
 
 import torch
 from transformers.utils import logging
@@ -54,8 +55,13 @@ def try_library() -> str | None:
     return reason
 
 
+@cache
 def library() -> ctypes.CDLL:
-    return load_library("scan", SOURCE)
+    loaded = load_library("scan", SOURCE)
+    # Threads of its own would compete with those of torch, which keep spinning for a while after each operator.
+    for openmp in sorted(Path(torch.__file__).with_name("lib").glob("libgomp*.so*")):
+        loaded.use_pool(ctypes.CDLL(str(openmp)).GOMP_parallel)
+    return loaded
 
 
 INTEGER, NUMBER, TENSOR = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p

@@ -321,7 +321,8 @@ class BehaviorCloningMixin(HeadMixin):
         The action for the next observation of an episode, (observation_size,) or for several environments at once
         (batch, observation_size); a tensor or anything that converts to one. A refused observation changes no state.
         """
-        observation = torch.as_tensor(observation, dtype=self.dtype, device=self.device)
+        weight = self.action_head.weight
+        observation = torch.as_tensor(observation, dtype=weight.dtype, device=weight.device)
         size = self.config.observation_size
         if observation.dim() not in (1, 2) or observation.shape[-1] != size:
             raise ValueError(

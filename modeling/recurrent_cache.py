@@ -1,5 +1,6 @@
 """The states of recurrent mixers, kept in a transformers `Cache`."""
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -15,10 +16,10 @@ class LayerStates(list):
     """
 
 
-def read_state(cache: Cache | LayerStates | None, layer_idx: int, shapes: State) -> State | None:
+def read_state(cache: Cache | LayerStates | None, layer_idx: int, state_shapes: Callable[[], State]) -> State | None:
     """
-    The state of a layer as a NamedTuple like `shapes`, which holds the shape of each part; None if the layer has seen
-    no token.
+    The state of a layer as a NamedTuple like that of `state_shapes`, which tells the shape of each part; None if the
+    layer has seen no token.
     """
     if isinstance(cache, LayerStates):
         return cache[layer_idx]
@@ -28,6 +29,7 @@ def read_state(cache: Cache | LayerStates | None, layer_idx: int, shapes: State)
     if torch.is_grad_enabled():
         # The cache is overwritten in place; the backward pass needs the values that were read.
         h, rest = h.clone(), rest.clone()
+    shapes = state_shapes()
     sizes = [torch.Size(shape[1:]).numel() for shape in shapes[1:]]
     parts = rest.squeeze(-1).split(sizes, dim=1)
     return type(shapes)(h, *(part.view(shape) for part, shape in zip(parts, shapes[1:], strict=True)))

@@ -653,17 +653,25 @@ void store_state(const T* from, int64_t n, int64_t p, const Segment<T, N, P>& s,
         for (int64_t i = 0; i < n; ++i) store(from + i * width, std::min(width, p - first), to + i * p + first);
 }
 
+// Runs a function on several threads at once: GOMP_parallel of the OpenMP library that torch runs on, if it is known. Its
+// threads are there already, and would otherwise stand in the way of others for a while after every operator of torch.
+using Pool = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+Pool pool = nullptr;
+
 // Calls worker(i) for every i below count; each thread makes a worker of its own. To start a thread takes as long as some
 // 10^5 multiplications.
 template <typename Make>
 void in_parallel(int64_t count, int64_t threads, int64_t multiplications, const Make& make_worker) {
     std::atomic<int64_t> next{0};
-    const auto take = [&] {
+    auto take = [&] {
         auto worker = make_worker();
         for (int64_t i; (i = next.fetch_add(1)) < count;) worker(i);
     };
+    threads = std::min({threads, count, 1 + multiplications / (1 << 17)});
+    if (threads <= 1) return take();
+    if (pool) return pool([](void* data) { (*static_cast<decltype(take)*>(data))(); }, &take, unsigned(threads), 0);
     std::vector<std::thread> others;
-    for (int64_t i = 1; i < std::min({threads, count, 1 + multiplications / (1 << 17)}); ++i) {
+    for (int64_t i = 1; i < threads; ++i) {
         try {
             others.emplace_back(take);
         } catch (const std::system_error&) {
@@ -1573,4 +1581,5 @@ void mixer_backward_bfloat16(const Mixer<BFloat16, float>* mixer) { run(*mixer, 
 void mixer_step_float(const MixerStep<float>* a) { step(*a); }
 void mixer_step_double(const MixerStep<double>* a) { step(*a); }
 int64_t scan_segment() { return kSegment; }
+void use_pool(Pool given) { pool = given; }
 }

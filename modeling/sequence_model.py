@@ -1,6 +1,7 @@
 """What all model families share: from inputs to blocks and back, with their states in a cache."""
 
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ class RecurrentBlock(GradientCheckpointingLayer):
     def mix(self, hidden_states, mask, cu_seqlens, past_key_values) -> torch.Tensor:
         """Runs the mixer from the state of the cache, and writes the next one there."""
         rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = read_state(past_key_values, self.layer_idx, self.mixer.state_shapes(rows))
+        state = read_state(past_key_values, self.layer_idx, partial(self.mixer.state_shapes, rows))
         mixed, state = self.mixer(hidden_states, state, mask, cu_seqlens)
         write_state(past_key_values, self.layer_idx, state)
         return mixed
