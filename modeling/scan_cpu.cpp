@@ -3,18 +3,18 @@
 //     h_t = d_t (h_{t-1} + c_t B_{t-1} u_{t-1}') - r_t k_t (k_t' h_{t-1}) + w_t B_t u_t'
 //     y_t = C_t' h_t + D u_t
 //
-// A sequence is walked in segments of `kSegment` steps. The forward pass keeps h at the start of each; the backward pass
-// runs a segment again from there. Inside a segment the carry is folded into the write before it, G_t = h_t + c_{t+1} B_t
-// u_t', which leaves two rank-one updates a step instead of three:
+// A sequence is walked in segments of `kSegment` steps. The forward pass keeps h at the start of each; the backward
+// pass runs a segment again from there. Inside a segment the carry is folded into the write before it, G_t = h_t +
+// c_{t+1} B_t u_t', which leaves two rank-one updates a step instead of three:
 //
 //     q_t = k_t' G_{t-1} - e_t u_{t-1}              e_t = c_t (k_t . B_{t-1})
 //     G_t = d_t G_{t-1} - r_t k_t q_t' + s_t B_t u_t'         s_t = w_t + c_{t+1}
 //     y_t = C_t' G_t + (D - f_t) u_t                f_t = c_{t+1} (C_t . B_t)
 //
 // `Segment` holds these coefficients for one head, `Core` runs the equations and their gradient on it. A level fills
-// segments and takes their results: `General` from given coefficients, `Fused` from the projections of the block's input.
-// A unit of work (a row and some heads of it) is computed by one thread in one order, and sums over units are taken in the
-// order of the units: no result depends on the number of threads.
+// segments and takes their results: `GeneralWorker` from given coefficients, `MixerWorker` from the projections of the
+// block's input. A unit of work (a row and some heads of it) is computed by one thread in one order, and sums over
+// units are taken in the order of the units: no result depends on the number of threads.
 
 #include <algorithm>
 #include <atomic>
@@ -30,8 +30,6 @@
 namespace {
 
 constexpr int64_t kSegment = 16;
-
-// ---- Vectors -------------------------------------------------------------------------------------------------------
 
 #ifndef VECTOR_BYTES
 #if defined(__AVX512F__)
@@ -137,8 +135,17 @@ inline Sums<T, R> sum_rows(int64_t first, const Row& row) {
     }
 }
 
-// ---- Elementary functions of vectors -------------------------------------------------------------------------------
-// In float by polynomials to a unit or two in the last place, in double lane by lane. What is not a number stays so.
+// The sum over the lanes of row(t) for each t below count, of which there is room for kSegment in `to`.
+template <typename T, typename Row>
+inline void sum_steps(int64_t count, T* to, const Row& row) {
+    for (int64_t block = 0; block < count; block += kLanes<T>)
+        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t t) {
+                              return t < count ? Sums<T, 1>{{row(t)}} : Sums<T, 1>{};
+                          }).of[0];
+}
+
+// Elementary functions: in float by polynomials to a unit or two in the last place, in double lane by lane. What is not
+// a number stays so.
 
 template <typename F>
 Vector<double> each_lane(Vector<double> x, F f) {
@@ -231,8 +238,6 @@ Vector<T> softplus_slope(Vector<T> x) {
     return x > T(20) ? all(T(1)) : sigmoid<T>(x);
 }
 
-// ---- Numbers in memory ---------------------------------------------------------------------------------------------
-
 struct BFloat16 {
     uint16_t bits;
 };
@@ -300,11 +305,9 @@ struct Rows {
     T* operator[](int64_t row) const { return data + row * stride; }
 };
 
-// ---- One segment of one head ---------------------------------------------------------------------------------------
-
 // Coefficients of up to kSegment steps and, after `Core::backward`, their gradients. Vectors of `state` and `channels`
-// are padded with zeros. B and u have the token before the segment in row 0, so that row t + 1 is that of step t. N and P
-// are the padded sizes where they are known at compile time, else 0.
+// are padded with zeros. B and u have the token before the segment in row 0, so that row t + 1 is that of step t. N and
+// P are the padded sizes where they are known at compile time, else 0.
 template <typename T, int64_t N, int64_t P>
 struct Segment {
     Segment(Buffers<T>& memory, int64_t n, int64_t p)
@@ -326,10 +329,10 @@ struct Segment {
 
     // What follows from d, w, c, r and the vectors.
     void prepare() {
+        if (carries && reflects) sum_steps<T>(steps, kB, [&](int64_t t) { return products(k[t], B[t]); });
+        if (carries) sum_steps<T>(steps, CB, [&](int64_t t) { return products(C[t], B[t + 1]); });
         for (int64_t t = 0; t < steps; ++t) {
             const T after = carry_after(t);
-            kB[t] = carries && reflects ? dot(k[t], B[t]) : T(0);
-            CB[t] = carries ? dot(C[t], B[t + 1]) : T(0);
             s[t] = w[t] + after;
             e[t] = carries ? c[t] * kB[t] : T(0);
             f[t] = after * CB[t];
@@ -369,10 +372,11 @@ struct Segment {
     // The carry that step t takes over from the step after it, in the same segment.
     T carry_after(int64_t t) const { return carries && t + 1 < steps ? c[t + 1] : T(0); }
 
-    T dot(const T* a, const T* b) const {
+    // Of two vectors, still to be added up over the lanes.
+    Vector<T> products(const T* a, const T* b) const {
         Vector<T> sum{};
         for (int64_t i = 0; i < state; i += kLanes<T>) sum += vec(a + i) * vec(b + i);
-        return sum_lanes<T>(sum);
+        return sum;
     }
 
     Size<N> state;
@@ -385,12 +389,11 @@ struct Segment {
     Rows<T, N> grad_k, grad_B, grad_C;
     Rows<T, P> grad_u, grad_y;
     alignas(64) T d[kSegment + 1] = {}, w[kSegment + 1] = {}, c[kSegment + 1] = {}, r[kSegment + 1] = {};
-    T s[kSegment + 1], e[kSegment + 1], f[kSegment + 1], kB[kSegment + 1], CB[kSegment + 1];
+    alignas(64) T kB[kSegment] = {}, CB[kSegment] = {};
+    T s[kSegment + 1], e[kSegment + 1], f[kSegment + 1];
     alignas(64) T grad_d[kSegment + 1], grad_w[kSegment + 1], grad_c[kSegment + 1], grad_r[kSegment + 1];
     T grad_s[kSegment + 1], grad_e[kSegment + 1], grad_f[kSegment + 1];
 };
-
-// ---- The equations -------------------------------------------------------------------------------------------------
 
 // Runs a segment on W vectors of channels at a time (a panel); a state is stored panel by panel, (panels, state, W).
 template <typename T, int64_t N, int64_t P, int W, bool Reflects>
@@ -488,26 +491,25 @@ class Core {
         if (states) std::copy_n(states + s.steps * panel_size(), panel_size(), h);
     }
 
-    // One step; returns the q of the next one. Sums over rows are split in two, for speed and for digits.
+    // One step; returns the q of the next one.
     Panel step(int64_t t, int64_t first, const Panel& q, const T* before, T* after) {
         const T d = s.d[t], *sB = s.sB[t], *rk = s.rk[t], *C = s.C[t], *k = s.k[t + 1];
         const Panel u(s.u[t + 1] + first);
-        Panel y[2], next[2];
-        for (int64_t i = 0; i < n(); i += 2)
-            for (int half = 0; half < 2; ++half)
-                for (int w = 0; w < W; ++w) {
-                    const int64_t at = (i + half) * width + w * L;
-                    V g = d * vec(before + at) + sB[i + half] * u.of[w];
-                    if (Reflects) g -= rk[i + half] * q.of[w];
-                    vec(after + at) = g;
-                    y[half].of[w] += C[i + half] * g;
-                    if (Reflects) next[half].of[w] += k[i + half] * g;
-                }
+        Panel y, next;
+        for (int64_t i = 0; i < n(); ++i)
+            for (int w = 0; w < W; ++w) {
+                const int64_t at = i * width + w * L;
+                V g = d * vec(before + at) + sB[i] * u.of[w];
+                if (Reflects) g -= rk[i] * q.of[w];
+                vec(after + at) = g;
+                y.of[w] += C[i] * g;
+                if (Reflects) next.of[w] += k[i] * g;
+            }
         const T skip = s.D - s.f[t], e = t + 1 < s.steps ? s.e[t + 1] : T(0);
         Panel result;
         for (int w = 0; w < W; ++w) {
-            vec(s.y[t] + first + w * L) = y[0].of[w] + y[1].of[w] + skip * u.of[w];
-            result.of[w] = next[0].of[w] + next[1].of[w] - e * u.of[w];
+            vec(s.y[t] + first + w * L) = y.of[w] + skip * u.of[w];
+            result.of[w] = next.of[w] - e * u.of[w];
         }
         return result;
     }
@@ -614,12 +616,10 @@ void with_core(Segment<T, N, P>& s, const Call& call) {
     s.reflects ? by_width(std::true_type()) : by_width(std::false_type());
 }
 
-// ---- Sequences in memory -------------------------------------------------------------------------------------------
-
 }  // namespace
 
-// Row i holds tokens bounds[2 i] to bounds[2 i + 1] of `order`, an array of token numbers, or of all tokens if it is null.
-// Without bounds all rows have `equal_length` tokens.
+// Row i holds tokens bounds[2 i] to bounds[2 i + 1] of `order`, an array of token numbers, or of all tokens if it is
+// null. Without bounds all rows have `equal_length` tokens.
 struct Layout {
     int64_t rows, equal_length;
     const int64_t *bounds, *order;
@@ -653,13 +653,14 @@ void store_state(const T* from, int64_t n, int64_t p, const Segment<T, N, P>& s,
         for (int64_t i = 0; i < n; ++i) store(from + i * width, std::min(width, p - first), to + i * p + first);
 }
 
-// Runs a function on several threads at once: GOMP_parallel of the OpenMP library that torch runs on, if it is known. Its
-// threads are there already, and would otherwise stand in the way of others for a while after every operator of torch.
+// Runs a function on several threads at once: GOMP_parallel of the OpenMP library that torch runs on, if it is known.
+// Its threads are there already, and would otherwise stand in the way of others for a while after every operator of
+// torch.
 using Pool = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 Pool pool = nullptr;
 
-// Calls worker(i) for every i below count; each thread makes a worker of its own. To start a thread takes as long as some
-// 10^5 multiplications.
+// Calls worker(i) for every i below count; each thread makes a worker of its own. To start a thread takes as long as
+// some 10^5 multiplications.
 template <typename Make>
 void in_parallel(int64_t count, int64_t threads, int64_t multiplications, const Make& make_worker) {
     std::atomic<int64_t> next{0};
@@ -684,11 +685,9 @@ void in_parallel(int64_t count, int64_t threads, int64_t multiplications, const 
 
 }  // namespace
 
-// ---- The general level ---------------------------------------------------------------------------------------------
-
-// Tensors are contiguous. Those of tokens are (tokens, heads, ...), those of states (rows, heads, ...), `kept` is (slots,
-// heads, state, channels). A null `carry`, `k` or `D` leaves out that term. Gradients are written, not added; grad_D is
-// (rows, heads).
+// Tensors are contiguous. Those of tokens are (tokens, heads, ...), those of states (rows, heads, ...), `kept` is
+// (slots, heads, state, channels). A null `carry`, `k` or `D` leaves out that term. Gradients are written, not added;
+// grad_D is (rows, heads).
 template <typename T>
 struct Scan {
     Layout layout;
@@ -830,13 +829,11 @@ void run(const Scan<T>& scan, bool forward) {
 
 }  // namespace
 
-// ---- The fused level -----------------------------------------------------------------------------------------------
-
 // The mixer between its projections. `projected` is (tokens, width) with columns z, x, B, C, dt, A, trap, angle; k is
-// (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all else.
-// Null pointers are options: without k there is no reflection, without B_weight the write is that of the delta rule, without
-// norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no gradient will be
-// asked for. Gradients are written, not added.
+// (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all
+// else. Null pointers are options: without k there is no reflection, without B_weight the write is that of the delta
+// rule, without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no
+// gradient will be asked for. Gradients are written, not added.
 template <typename S, typename T>
 struct Mixer {
     Layout layout;
@@ -872,8 +869,8 @@ struct Columns {
     int64_t z = 0, u, B, C, dt, A, trap, angle;
 };
 
-// Heads of a unit: some, so that what they share is computed once; fewer if there would be too few units for the threads.
-// It depends on the shape alone, as the order of sums does.
+// Heads of a unit: some, so that what they share is computed once; fewer if there would be too few units for the
+// threads. It depends on the shape alone, as the order of sums does.
 template <typename S, typename T>
 int64_t heads_in_unit(const Mixer<S, T>& a) {
     int64_t heads = 4;
@@ -899,8 +896,8 @@ struct HeadSums {
     T *scalars, *B_bias, *C_bias, *norm_weight;  // scalars: dt_bias, A_bias, D
 };
 
-// What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of the
-// token before the segment.
+// What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of
+// the token before the segment.
 template <typename S, typename T, int64_t N>
 class SharedSegment {
   public:
@@ -975,9 +972,11 @@ struct PerStep {
 template <typename S, typename T, int64_t N, int64_t P>
 class MixerWorker {
     using V = Vector<T>;
+    static constexpr T kShortest = T(1e-12);  // of directions to normalise
 
   public:
-    // shared_gradients: (units in a row, tokens, 2 state + pairs), of normalised B, C and omega; sums: `HeadSums` of each pair.
+    // shared_gradients: (units in a row, tokens, 2 state + pairs), of normalised B, C and omega; sums: `HeadSums` of
+    // each pair.
     MixerWorker(const Mixer<S, T>& mixer, T* shared_gradients, T* sums)
         : a(mixer),
           columns(mixer),
@@ -1009,14 +1008,13 @@ class MixerWorker {
         T* h = heads_buffer(0);
         for (int64_t i = 0; i < heads; ++i) load_state(a.h0 + pair(i) * n * p, n, p, s, h + i * size());
         for (int64_t start = 0; start < length; start += kSegment) {
-            const int64_t steps = std::min(kSegment, length - start);
-            shared.fill(row, start, steps);
+            const int64_t steps = begin_segment(start);
             for (int64_t i = 0; i < heads; ++i) {
                 if (a.kept) store_state(h + i * size(), n, p, s, a.kept + kept_at(start, i) * n * p);
                 if (!start) std::copy_n(a.phase0 + pair(i) * m, m, a.kept_phase + kept_at(start, i) * m);
                 fill(start, steps, i);
                 with_core(s, [&](auto core) { core.forward(h + i * size(), nullptr); });
-                write_output(start);
+                write_output();
                 finish(start, i);
             }
         }
@@ -1041,8 +1039,7 @@ class MixerWorker {
             std::fill_n(heads_buffer(3) + i * sums_size(), sums_size(), T(0));
         }
         for (int64_t start = (length - 1) / kSegment * kSegment; length && start >= 0; start -= kSegment) {
-            const int64_t steps = std::min(kSegment, length - start);
-            shared.fill(row, start, steps);
+            const int64_t steps = begin_segment(start);
             shared.clear_gradients();
             for (int64_t i = 0; i < heads; ++i) {
                 load_state(a.kept + kept_at(start, i) * n * p, n, p, s, h);
@@ -1052,15 +1049,15 @@ class MixerWorker {
                 std::copy_n(to_u + i * s.channels, s.channels, s.grad_u[steps]);
                 with_core(s, [&](auto core) {
                     core.forward(h, states);
-                    output_back(start);
+                    output_back();
                     core.backward(states, grad_h + i * size());
                 });
                 s.prepare_back();
                 std::copy_n(s.grad_B[0], s.state, to_B + i * s.state);
                 std::copy_n(s.grad_u[0], s.channels, to_u + i * s.channels);
-                coefficients_back(start, to_theta.data() + i * m);
+                coefficients_back(to_theta.data() + i * m);
             }
-            write_shared(start);
+            write_shared();
         }
         for (int64_t i = 0; i < heads; ++i) {
             store_state(grad_h + i * size(), n, p, s, a.grad_h0 + pair(i) * n * p);
@@ -1076,7 +1073,6 @@ class MixerWorker {
     HeadSums<T> sums_of_head() { return HeadSums<T>(n, p, heads_buffer(3) + (head - first) * sums_size()); }
     int64_t size() const { return s.state * s.channels; }
     int64_t pair(int64_t i) const { return row * a.heads + first + i; }
-    int64_t token(int64_t t) const { return a.layout.token(row, t); }
     int64_t kept_at(int64_t t, int64_t i) const { return a.layout.slot(row, t) * a.heads + first + i; }
 
     void begin(int64_t index) {
@@ -1085,6 +1081,13 @@ class MixerWorker {
         first = unit * heads_in_unit(a);
         heads = std::min(heads_in_unit(a), a.heads - first);
         length = a.layout.length(row);
+    }
+
+    int64_t begin_segment(int64_t start) {
+        const int64_t steps = std::min(kSegment, length - start);
+        for (int64_t t = 0; t < steps; ++t) tokens[t] = a.layout.token(row, start + t);
+        shared.fill(row, start, steps);
+        return steps;
     }
 
     // Memory for all heads of a unit, made when it is first asked for.
@@ -1100,18 +1103,18 @@ class MixerWorker {
         s.steps = steps;
         s.D = a.D[head];
         for (int64_t t = 0; t < steps; ++t) {
-            const S* from = a.projected + token(start + t) * a.width;
+            const S* from = a.projected + tokens[t] * a.width;
             dt_raw[t] = value(from[columns.dt + head]) + a.dt_bias[head];
             A_raw[t] = value(from[columns.A + head]) + (a.A_bias ? a.A_bias[head] : T(0));
             trap_raw[t] = value(from[columns.trap + head]);
-            if (a.k) beta_raw[t] = value(a.beta[token(start + t) * a.heads + head]);
+            if (a.k) beta_raw[t] = value(a.beta[tokens[t] * a.heads + head]);
             load(from + columns.u + head * p, p, s.u[t + 1]);
         }
         fill_gates();
         fill_angles(start, i);
         load(a.C_bias + head * n, n, bias_C);
         for (int64_t t = 0; t < steps; ++t) rotate(shared.C[t], bias_C, t + 1, s.C[t]);
-        if (a.k) fill_k(start);
+        if (a.k) fill_k();
         s.carries ? fill_B(start, i) : use_k_as_B();
         s.prepare();
     }
@@ -1155,8 +1158,8 @@ class MixerWorker {
         return wide < T(0) ? V{} : (wide > T(2) ? V{} : T(2.2) * slope);
     }
 
-    // Angles between -pi and pi of the token before the segment and of its own; rows of cosines (c0, c0, c1, c1, ...) and
-    // of sines (-s0, s0, -s1, s1, ...). The sum runs in double.
+    // Angles between -pi and pi of the token before the segment and of its own; rows of cosines (c0, c0, c1, c1, ...)
+    // and of sines (-s0, s0, -s1, s1, ...). The sum runs in double.
     void fill_angles(int64_t start, int64_t i) {
         if (!m) return;
         std::copy_n(a.kept_phase + kept_at(start, i) * m, m, theta.begin());
@@ -1175,19 +1178,18 @@ class MixerWorker {
     }
 
     static double wrapped(double angle) {
-        const double turns = angle * (0.5 / kPi), whole = (turns + 6755399441055744.0) - 6755399441055744.0;  // 1.5 * 2^52
-        return angle - 2 * kPi * whole;
+        const double shift = 6755399441055744.0;  // 1.5 * 2^52, past which there are whole numbers only
+        return angle - 2 * kPi * ((angle * (0.5 / kPi) + shift) - shift);
     }
 
-    void fill_k(int64_t start) {
+    void fill_k() {
+        for (int64_t t = 0; t < s.steps; ++t) load(a.k + (tokens[t] * a.heads + head) * n, n, s.k[t]);
+        sum_steps<T>(s.steps, k_length.of, [&](int64_t t) { return s.products(s.k[t], s.k[t]); });
         for (int64_t t = 0; t < s.steps; ++t) {
-            T* k = s.k[t];
-            load(a.k + (token(start + t) * a.heads + head) * n, n, k);
-            const T length = std::sqrt(s.dot(k, k));
-            k_long[t] = length > T(1e-12);
-            k_scale[t] = T(1) / std::max(length, T(1e-12));
-            for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(k + i) *= k_scale[t];
-            rotate(k, nullptr, t + 1, k);
+            k_length[t] = std::sqrt(k_length[t]);
+            const T scale = T(1) / std::max(k_length[t], kShortest);
+            for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(s.k[t] + i) *= scale;
+            rotate(s.k[t], nullptr, t + 1, s.k[t]);
         }
     }
 
@@ -1195,7 +1197,7 @@ class MixerWorker {
         load(a.B_bias + head * n, n, bias_B);
         for (int64_t t = start ? -1 : 0; t < s.steps; ++t) rotate(shared.B[t + 1], bias_B, t + 1, s.B[t + 1]);
         if (start) {
-            load(a.projected + token(start - 1) * a.width + columns.u + head * p, p, s.u[0]);
+            load(a.projected + a.layout.token(row, start - 1) * a.width + columns.u + head * p, p, s.u[0]);
         } else {
             load(a.B0 + pair(i) * n, n, s.B[0]);
             load(a.u0 + pair(i) * p, p, s.u[0]);
@@ -1221,22 +1223,24 @@ class MixerWorker {
     // 1 / RMS of y at each step, or 1 without the norm.
     PerStep<T> output_scale() const {
         PerStep<T> scale;
-        for (int64_t t = 0; t < s.steps; ++t) {
+        sum_steps<T>(s.steps, scale.of, [&](int64_t t) {
             V squares{};
             for (int64_t i = 0; i < s.channels; i += kLanes<T>) squares += vec(s.y[t] + i) * vec(s.y[t] + i);
-            scale[t] = a.norm_weight ? T(1) / std::sqrt(sum_lanes<T>(squares) / T(p) + T(a.epsilon)) : T(1);
-        }
+            return squares;
+        });
+        for (int64_t t = 0; t < s.steps; ++t)
+            scale[t] = a.norm_weight ? T(1) / std::sqrt(scale[t] / T(p) + T(a.epsilon)) : T(1);
         return scale;
     }
 
-    void load_gate(int64_t start) {
+    void load_gate() {
         for (int64_t t = 0; t < s.steps; ++t)
-            load(a.projected + token(start + t) * a.width + columns.z + head * p, p, z[t]);
+            load(a.projected + tokens[t] * a.width + columns.z + head * p, p, z[t]);
     }
 
-    void write_output(int64_t start) {
+    void write_output() {
         load_output_weight();
-        load_gate(start);
+        load_gate();
         const PerStep<T> scale = output_scale();
         for (int64_t t = 0; t < s.steps; ++t) {
             for (int64_t i = 0; i < s.channels; i += kLanes<T>) {
@@ -1244,7 +1248,7 @@ class MixerWorker {
                 const V normed = a.norm_weight ? y * vec(weight + i) : y;
                 vec(z[t] + i) = normed * gate * sigmoid<T>(gate);
             }
-            store(z[t], p, a.out + (token(start + t) * a.heads + head) * p);
+            store(z[t], p, a.out + (tokens[t] * a.heads + head) * p);
         }
     }
 
@@ -1267,14 +1271,14 @@ class MixerWorker {
     }
 
     // From the gradient of the output to that of y, of the gate and of the norm's weight.
-    void output_back(int64_t start) {
+    void output_back() {
         load_output_weight();
-        load_gate(start);
+        load_gate();
         const PerStep<T> scale = output_scale();
         T* weight_sum = sums_of_head().norm_weight;
         for (int64_t t = 0; t < s.steps; ++t) {
             T *grad = s.grad_y[t], *gate = z[t];
-            load(a.grad_out + (token(start + t) * a.heads + head) * p, p, grad);
+            load(a.grad_out + (tokens[t] * a.heads + head) * p, p, grad);
             V with_y{};
             for (int64_t i = 0; i < s.channels; i += kLanes<T>) {
                 const V g = vec(grad + i), x = vec(gate + i), open = sigmoid<T>(x), y = vec(s.y[t] + i) * scale[t];
@@ -1285,7 +1289,7 @@ class MixerWorker {
                 with_y += to_normed * wt * y;
                 vec(weight_sum + i) += to_normed * y;
             }
-            store(gate, p, a.grad_projected + token(start + t) * a.width + columns.z + head * p);
+            store(gate, p, a.grad_projected + tokens[t] * a.width + columns.z + head * p);
             if (!a.norm_weight) continue;
             const T mean = sum_lanes<T>(with_y) / T(p);
             for (int64_t i = 0; i < s.channels; i += kLanes<T>)
@@ -1293,7 +1297,7 @@ class MixerWorker {
         }
     }
 
-    void coefficients_back(int64_t start, double* to_theta) {
+    void coefficients_back(double* to_theta) {
         if (!s.carries)
             for (int64_t t = 0; t < s.steps; ++t)
                 for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(s.grad_k[t] + i) += vec(s.grad_B[t + 1] + i);
@@ -1303,10 +1307,10 @@ class MixerWorker {
             if (m) angles_back(t, to_theta, grad_dt);
             turn_back(s.grad_C[t], t, shared.grad_C[t], sum.C_bias);
             if (s.carries) turn_back(s.grad_B[t + 1], t, shared.grad_B[t], sum.B_bias);
-            if (a.k) k_back(start, t);
-            store(s.grad_u[t + 1], p, a.grad_projected + token(start + t) * a.width + columns.u + head * p);
+            store(s.grad_u[t + 1], p, a.grad_projected + tokens[t] * a.width + columns.u + head * p);
         }
-        gates_back(start, grad_dt, sum.scalars);
+        if (a.k) k_back();
+        gates_back(grad_dt, sum.scalars);
     }
 
     // Adds what step t owes to the angles, and passes on what all steps from t on owe to its increment dt omega.
@@ -1336,15 +1340,19 @@ class MixerWorker {
         return g * vec(cosine[t + 1] + i) - swap_pairs<T>(g) * vec(sine[t + 1] + i);
     }
 
-    void k_back(int64_t start, int64_t t) {
-        T *grad = s.grad_k[t], *k = s.k[t];
-        const T along = k_long[t] ? s.dot(k, grad) : T(0);
-        for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) -= along * vec(k + i);
-        for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) = k_scale[t] * turned_back(grad, t, i);
-        store(grad, n, a.grad_k + (token(start + t) * a.heads + head) * n);
+    void k_back() {
+        PerStep<T> along;
+        sum_steps<T>(s.steps, along.of, [&](int64_t t) { return s.products(s.k[t], s.grad_k[t]); });
+        for (int64_t t = 0; t < s.steps; ++t) {
+            T* grad = s.grad_k[t];
+            const T part = k_length[t] > kShortest ? along[t] : T(0), scale = T(1) / std::max(k_length[t], kShortest);
+            for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) -= part * vec(s.k[t] + i);
+            for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) = scale * turned_back(grad, t, i);
+            store(grad, n, a.grad_k + (tokens[t] * a.heads + head) * n);
+        }
     }
 
-    void gates_back(int64_t start, PerStep<T>& grad_dt, T* sum) {
+    void gates_back(PerStep<T>& grad_dt, T* sum) {
         const auto dt_slope = PerStep<T>::from([&](int64_t t) { return softplus_slope<T>(dt_raw.at(t)); });
         const auto rate_slope = PerStep<T>::from([&](int64_t t) { return decay_rate_slope(A_raw.at(t)); });
         const auto beta_slope = PerStep<T>::from([&](int64_t t) { return reflection_gate_slope(beta_raw.at(t)); });
@@ -1359,20 +1367,20 @@ class MixerWorker {
             }
             const T to_log = to_d * s.d[t], to_A = -to_log * dt[t] * rate_slope[t];
             const T to_dt = (grad_dt[t] - to_log * rate[t]) * dt_slope[t];
-            S* to = a.grad_projected + token(start + t) * a.width;
+            S* to = a.grad_projected + tokens[t] * a.width;
             put(to_dt, to[columns.dt + head]);
             put(to_A, to[columns.A + head]);
             put(to_trap, to[columns.trap + head]);
-            if (a.k) put(to_beta * beta_slope[t], a.grad_beta[token(start + t) * a.heads + head]);
+            if (a.k) put(to_beta * beta_slope[t], a.grad_beta[tokens[t] * a.heads + head]);
             sum[0] += to_dt;
             sum[1] += to_A;
         }
         sum[2] += s.grad_D;
     }
 
-    void write_shared(int64_t start) {
+    void write_shared() {
         for (int64_t t = 0; t < s.steps; ++t) {
-            T* to = shared_gradients + (unit * a.tokens + token(start + t)) * (2 * n + m);
+            T* to = shared_gradients + (unit * a.tokens + tokens[t]) * (2 * n + m);
             store(shared.grad_B[t], n, to);
             store(shared.grad_C[t], n, to + n);
             store(shared.grad_omega[t], m, to + 2 * n);
@@ -1393,12 +1401,12 @@ class MixerWorker {
     Rows<T, N> cosine, sine;
     T *bias_B, *bias_C, *weight, *angles, *sines, *cosines, *turns, *h = nullptr, *states = nullptr, *of_heads[4] = {};
     std::vector<double> theta, to_theta;  // to_theta: what the steps from one on owe to its angles
-    PerStep<T> dt_raw, A_raw, trap_raw, beta_raw, dt, rate, lambda, beta, k_scale;
-    bool k_long[kSegment];
+    PerStep<T> dt_raw, A_raw, trap_raw, beta_raw, dt, rate, lambda, beta, k_length;
+    int64_t tokens[kSegment];
 };
 
-// From the gradients of normalised B, C and omega, added over the units of a row, to those of the projections. Sums for the
-// weights of the norms go to `sums`, (rows, 2 state).
+// From the gradients of normalised B, C and omega, added over the units of a row, to those of the projections. Sums for
+// the weights of the norms go to `sums`, (rows, 2 state).
 template <typename S, typename T>
 class SharedBackward {
   public:
@@ -1493,9 +1501,9 @@ void run(const Mixer<S, T>& a, bool forward) {
         norm_sums.resize(a.layout.rows * 2 * a.state);
     }
     // The paper's size has code of its own.
-    if (std::is_same_v<S, float> && a.state == 16 && a.channels == 16)
-        run_units<std::is_same_v<S, float> ? 16 : 0, std::is_same_v<S, float> ? 16 : 0>(a, forward, shared_gradients.data(),
-                                                                                       sums.data());
+    constexpr int64_t kFixed = std::is_same_v<S, float> ? 16 : 0;
+    if (a.state == kFixed && a.channels == kFixed)
+        run_units<kFixed, kFixed>(a, forward, shared_gradients.data(), sums.data());
     else
         run_units<0, 0>(a, forward, shared_gradients.data(), sums.data());
     if (forward) return;
