@@ -46,7 +46,7 @@ results: setup
 	$(RUN) results/table.py > results/README.md
 
 benchmark-cpu: setup
-	$(RUN) benchmarks/cpu.py --out results/cpu.json
+	$(RUN) benchmarks/cpu.py --out results/cpu.json --plot docs/cpu.png
 
 benchmark-data: setup
 	$(RUN) benchmarks/data.py
