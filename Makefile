@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format data train results benchmark-cpu benchmark-data benchmark-models \
+.PHONY: setup test test-slow quality format data train sanity results benchmark-cpu benchmark-data benchmark-models \
 	benchmark-trainer clean
 
 setup: $(VENV)/.ready
@@ -41,6 +41,13 @@ results/runs/%.json: | setup
 		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint
 	mkdir -p $(@D)
 	cp runs/paper/$*/results.json $@
+
+# Every model on short words with the same small budget.
+sanity: setup
+	OMP_NUM_THREADS=1 $(RUN) train_hf.py compare --models mamba3 mamba3_2 mamba3_4 nplr nplr_norope nplr_exact deltanet \
+		gdn deltaproduct_2 deltaproduct_4 gdp_2 gdp_4 ids4 --task s5_generators --preset quick --task.length 16 \
+		--task.start_length 16 --task.batch_size 32 --task.total_steps 500 --task.test_lengths '[16]' --out runs/sanity
+	cp runs/sanity/comparison.json results/sanity.json
 
 results: setup
 	$(RUN) results/table.py > results/README.md
