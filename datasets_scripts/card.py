@@ -16,6 +16,7 @@ Tasks in which the order of operations matters: {rows:,} rows in {count} configu
 from datasets import load_dataset
 
 {first} = load_dataset("PATH_OR_REPOSITORY", "{first}", split="{split}")
+first_row = next(iter(load_dataset("PATH_OR_REPOSITORY", "{first}", split="{split}", streaming=True)))
 ```
 
 | Configuration | Splits (rows) | What it is |

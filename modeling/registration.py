@@ -12,7 +12,7 @@ from importlib.util import find_spec
 PACKAGE = __name__.rpartition(".")[0]
 CONFIGURATIONS = "transformers.models.auto.configuration_auto"
 MODELS = "transformers.models.auto.modeling_auto"
-PIPELINES = "transformers.pipelines"
+PIPELINES, OUR_PIPELINES = "transformers.pipelines", f"{PACKAGE}.pipelines"
 OUR_MODELS = tuple(
     f"{PACKAGE}.{name}" for name in ("sequence_model", "modeling_mamba3_nplr", "modeling_delta_family", "modeling_ids4")
 )
@@ -21,7 +21,7 @@ OUR_MODELS = tuple(
 def register() -> None:
     """Registers at once with what is loaded already, and with the rest as soon as it is loaded."""
     actions = {CONFIGURATIONS: register_configurations} | dict.fromkeys((MODELS, *OUR_MODELS), register_models)
-    actions[PIPELINES] = register_pipelines
+    actions |= dict.fromkeys((PIPELINES, OUR_PIPELINES), register_pipelines)
     waiting = {name: action for name, action in actions.items() if name not in sys.modules}
     sys.meta_path.insert(0, AfterImport(waiting))
     for name, action in actions.items():
@@ -53,6 +53,8 @@ def register_pipelines() -> None:
 
     loaders = {"AutoModel": AutoModelForBehaviorCloning}
     for task, (pipeline_class, auto_class, input_type) in PIPELINES.items():
+        if PIPELINE_REGISTRY.supported_tasks.get(task, {}).get("impl") is pipeline_class:
+            continue
         loader = loaders.get(auto_class, AutoModelForSequenceClassification)
         PIPELINE_REGISTRY.register_pipeline(task, pipeline_class, loader, type=input_type)
 
