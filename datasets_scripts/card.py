@@ -63,7 +63,8 @@ motions last round(U(4, 16)) frames and waits round(U(0, 8)) or, one time in fiv
 python -m mamba3_nplr.datasets_scripts.build OUT --train_size {train_size} --tasks {tasks}
 ```
 
-writes this folder again, bit for bit with the same versions of its libraries ({versions}).
+writes this folder again, bit for bit with the same versions of its libraries ({versions}). `checksums.json` has the
+sha256 of every file.
 """
 
 

@@ -54,6 +54,43 @@ DATASETS = textwrap.dedent(
     """
 )
 
+FAULTY_DATASETS = textwrap.dedent(
+    """
+    import json, os, time, urllib.request
+    from datasets import load_dataset
+
+    time.sleep = lambda seconds: None  # between the client's attempts
+
+    def faults(**kinds):
+        data = json.dumps(kinds).encode()
+        urllib.request.urlopen(urllib.request.Request(os.environ["HF_ENDPOINT"] + "/faults", data, method="POST"))
+
+    def rows(**options):
+        return list(load_dataset("user/name", "z5", split="test_64", **options))
+
+    def fails(text, **options):
+        try:
+            rows(**options)
+        except Exception as error:
+            assert text in f"{error} {error.__cause__} {error.__context__}", error
+        else:
+            raise AssertionError("should have failed")
+
+    faults(cut_downloads=1000)
+    fails("closed connection")
+    fails("Disconnected", streaming=True)
+    faults(cut_downloads=1)  # the clients try again by themselves
+    whole = rows(streaming=True)
+    faults(cut_downloads=1)
+    assert rows() == whole and len(whole) == 6
+    faults(damaged_downloads=1000)
+    fails("corrupted", streaming=True)
+    fails("corrupted", download_mode="force_redownload")
+    faults()
+    assert rows(streaming=True) == whole and rows(download_mode="force_redownload") == whole
+    """
+)
+
 REFUSED = textwrap.dedent(
     """
     import sys
@@ -298,6 +335,7 @@ def test_datasets(hub, run, tmp_path):
     pushed = hub.repository("user/other", "datasets").files()
     assert set(pushed) == {".gitattributes", "README.md", "z5/validation-00000-of-00001.parquet"}
     before = contents(hub)
+    run(FAULTY_DATASETS)
     run(REFUSED_DATASETS, out)
     assert contents(hub) == before
 
