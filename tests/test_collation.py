@@ -24,6 +24,7 @@ def test_padding_changes_no_loss(kind):
     model, rows = build(model_class, dtype=torch.float32, cue_weight=1.0), rows_of(kind)
     batch = pad_sequences(rows)
     assert batch["attention_mask"].sum(1).tolist() == list(LENGTHS)
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()  # Trainer counts the others
     alone = [model(**pad_sequences([row])).loss.item() for row in rows]
     assert "attention_mask" not in pad_sequences(rows[:1])
     assert model(**batch).loss.item() == pytest.approx(np.average(alone, weights=LENGTHS), rel=1e-5)

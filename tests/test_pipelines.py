@@ -16,6 +16,7 @@ from mamba3_nplr import (
     Mamba3NPLRForTokenClassification,
 )
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.modeling.pipelines import read_permutation
 from model_cases import SIZES, build
 from transformers import pipeline
 from without_package import BLOCKER
@@ -71,6 +72,12 @@ def test_the_letters_of_a_word_are_those_of_its_task():
     assert make_task("z5").model_names["token_names"] == ["g0", "g1", "g2", "g3", "g4"]
     names = make_task("s5_generators").model_names
     assert names["id2label"][24] == "1 0 2 3 4" and names["label2id"]["1 0 2 3 4"] == 24
+
+
+def test_only_permutations_are_read_as_such():
+    assert read_permutation("1 0 2") == [1, 0, 2] and read_permutation("0") == [0]
+    for label in ("on", "LABEL_0", "0 0", "1 2", "0 1 x", ""):
+        assert read_permutation(label) is None, label
 
 
 def test_words_without_names_are_numbers():

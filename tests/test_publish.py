@@ -179,6 +179,8 @@ def test_publishing_uploads_what_the_dry_run_shows_and_cards_run(folders, tmp_pa
         files = repository.files()
         assert {"README.md", "LICENSE"} <= set(files) and b"Apache License" in repository.read("LICENSE")
         assert f'"user/{name}"'.encode() in repository.read("README.md")
+    built = {path.relative_to(folders / "data").as_posix() for path in (folders / "data").rglob("*.*")}
+    assert built <= set(repositories["state-tracking"].files())
     words = repositories["s5_generators-nplr-quick-seed0"]
     for file in ("model.safetensors", "results.json", "results.png"):
         assert words.read(file) == (folders / "words" / file).read_bytes()
