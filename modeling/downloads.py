@@ -15,12 +15,13 @@ HUB_OPTIONS = ("cache_dir", "revision", "subfolder")
 
 def discard_damaged_weights(repository, options: dict) -> list[str]:
     """
-    Removes the damaged weights of a repository from the local cache and returns their names. A folder has none.
+    Removes the damaged weights of a repository from the local cache and returns their names. A folder has none, and
+    neither has None, which stands for weights that were handed over.
 
     Args:
         options: Keywords of `from_pretrained`, of which those count that say where in the cache the files are.
     """
-    if Path(repository).is_dir():
+    if repository is None or Path(repository).is_dir():
         return []
     config = cached_file(
         str(repository),
