@@ -2,8 +2,8 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format data train sanity results benchmark-cpu benchmark-data benchmark-models \
-	benchmark-trainer clean
+.PHONY: setup test test-slow quality format data publish train sanity results kernels \
+	benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +26,10 @@ quality: setup
 format: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# Such as make publish FOLDERS='runs/main/nplr data' OPTIONS=--dry_run
+publish: setup
+	$(RUN) -m mamba3_nplr.publish $(FOLDERS) $(OPTIONS)
 
 data: setup
 	$(RUN) -m mamba3_nplr.datasets_scripts.build data

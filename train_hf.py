@@ -19,16 +19,17 @@ import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
 from mamba3_nplr.configuration.atomic_files import write_atomically
+from mamba3_nplr.configuration.checksums import checksums
 from mamba3_nplr.datasets_scripts import run_record
 from mamba3_nplr.datasets_scripts.comparison import comparison_table, draw_comparison
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, evaluate_command
 from mamba3_nplr.datasets_scripts.evaluation import evaluate, main_metric, scalars
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
+from mamba3_nplr.datasets_scripts.hub_upload import MODEL_FILES, PushCheckpoints, plan_run
 from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, parse_run
 from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
-
-PUBLISHED = ["*.safetensors", "*.safetensors.index.json", "*.py", "README.md", "config.json"]
 
 
 class StoppedError(Exception):
@@ -37,6 +38,10 @@ class StoppedError(Exception):
     def __init__(self, number: int, message: str):
         super().__init__(message)
         self.code = 128 + number
+
+
+class UploadError(Exception):
+    """A finished run could not be uploaded."""
 
 
 def train(run: TrainingRun) -> dict:
@@ -64,6 +69,9 @@ def train(run: TrainingRun) -> dict:
     )
     stop = StopOnSignal()
     trainer.add_callback(stop)
+    if repository and args.hub_strategy == "every_save":
+        api = HfApi(token=args.hub_token)
+        trainer.add_callback(PushCheckpoints(api, repository, (run_record.RUN,), args.hub_revision))
     trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped and trainer.state.global_step < args.max_steps:
         raise StoppedError(
@@ -82,22 +90,37 @@ def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     summary = run_record.summary(run, model, results, losses)
     if args.process_index == 0:
-        out = Path(args.output_dir)
-        card = run_record.model_card(run, summary, repository or args.output_dir)
-        write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
-        write_atomically(out / "README.md", lambda part: part.write_text(card, encoding="utf-8"))
-        run_record.write_json(out / run_record.RESULTS, summary)
+        write_results(run, trainer, summary, repository)
         if repository:
-            HfApi(token=args.hub_token).upload_folder(
-                repo_id=repository,
-                folder_path=out,
-                allow_patterns=[*PUBLISHED, run_record.RUN, run_record.RESULTS],
-                ignore_patterns=["checkpoint-*", ".*", "*/*"],
-                commit_message=f"{run.model_name} on {run.task_name}",
-                revision=args.hub_revision,
-            )
+            push_finished(args, summary, repository)
     trainer.accelerator.wait_for_everyone()
     return summary
+
+
+def write_results(run: TrainingRun, trainer: ResumableTrainer, summary: dict, repository: str | None) -> None:
+    """Results, picture and card, beside the weights they belong to."""
+    out = Path(run.args.output_dir)
+    # So that one can tell later whether these are still the files that were evaluated.
+    summary["checksums"] = checksums(out, [*MODEL_FILES, run_record.RUN])
+    try:
+        write_atomically(out / run_record.PLOT, lambda part: draw_comparison(run.task, {run.model_name: summary}, part))
+    except ImportError:
+        (out / run_record.PLOT).unlink(missing_ok=True)  # the card then goes without
+    plot = (out / run_record.PLOT).exists()
+    card = run_record.model_card(run, summary, repository or run.args.output_dir, plot)
+    write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
+    write_atomically(out / run_record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
+    run_record.write_json(out / run_record.RESULTS, summary)
+
+
+def push_finished(args, summary: dict, repository: str) -> None:
+    try:
+        plan_run(Path(args.output_dir), repository, summary).push(HfApi(token=args.hub_token), args.hub_revision)
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        raise UploadError(
+            f"The run is finished and in {args.output_dir}, but it could not be uploaded to {repository}: {error} Once "
+            f"that is mended: python -m mamba3_nplr.publish {args.output_dir}"
+        ) from error
 
 
 def evaluate_run(model, run: TrainingRun, splits: list[str] | None = None, progress: bool = False) -> dict[str, dict]:
@@ -119,14 +142,23 @@ def create_repository(args) -> str | None:
     """The repository to upload to, made before training: a wrong name or token shows now, and not at the end."""
     if not args.push_to_hub:
         return None
-    # Trainer would upload every checkpoint, with a card of its own.
+    if args.hub_strategy not in ("end", "every_save"):
+        raise UsageError(
+            f"hub_strategy={args.hub_strategy.value} is not allowed: it would publish the optimizer's state, a pickle. "
+            "every_save uploads the model of every checkpoint, end only the finished one."
+        )
+    # Trainer would upload a card of its own, and files that are not published.
     args.push_to_hub = False
     if args.process_index:
         return None
     name = args.hub_model_id or Path(args.output_dir).name
+    api = HfApi(token=args.hub_token)
     try:
-        return HfApi(token=args.hub_token).create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-    except (OSError, ValueError) as error:
+        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+        if args.hub_revision:
+            api.create_branch(repository, branch=args.hub_revision, exist_ok=True)
+        return repository
+    except (HTTPError, OSError, ValueError) as error:
         raise UsageError(f"push_to_hub: the repository {name!r} cannot be made ({error}).") from error
 
 
@@ -209,7 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
             train_command(arguments)
     except UsageError as error:
         sys.exit(exit_with(f"train_hf.py: error: {error}", 2))
-    except (NotFiniteError, CheckpointError) as error:
+    except (NotFiniteError, CheckpointError, UploadError) as error:
         sys.exit(exit_with(f"train_hf.py: {error}", 1))
     except StoppedError as stopped:
         sys.exit(exit_with(str(stopped), stopped.code))

@@ -49,6 +49,7 @@ class SequenceModelConfig(PreTrainedConfig):
         episode_loss (`bool`, defaults to `False`): Whether each episode's loss is divided by its own length before
             the mean over episodes, instead of weighing all frames alike.
         label_smoothing (`float`, defaults to 0.0): Label smoothing of the classification losses.
+        token_names (`list[str]`, *optional*): Names of the tokens in order, by which pipelines read words as text.
         use_cache (`bool`, defaults to `True`): Whether the model returns its state outside training.
         pad_token_id (`int`, *optional*): Token that sequence classification takes for padding if no mask is given.
         bos_token_id (`int`, *optional*): Kept for tokenizers; the model does not use it.
@@ -68,6 +69,7 @@ class SequenceModelConfig(PreTrainedConfig):
     cue_weight: float | int = 20.0
     episode_loss: bool = False
     label_smoothing: float | int = 0.0
+    token_names: list[str] | None = None
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -85,6 +87,9 @@ class SequenceModelConfig(PreTrainedConfig):
         # First of all: a newer format may hold fields that this version would call unknown.
         self._refuse_newer_format()
         self._refuse_unknown_keywords(kwargs)
+        if not __name__.startswith("transformers_modules."):
+            # With the package the pipelines are registered; this entry would ask to trust the checkpoint's own code.
+            kwargs.pop("custom_pipelines", None)
         super().__post_init__(**kwargs)
 
     def _refuse_newer_format(self):
@@ -110,6 +115,12 @@ class SequenceModelConfig(PreTrainedConfig):
             self._require(getattr(self, name) >= 1, name, "at least 1")
         self._require(self.cue_weight >= 0, "cue_weight", "at least 0")
         self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
+        names = self.token_names or []
+        self._require(
+            len(set(names)) == len(names) <= self.vocab_size and not any(len(x.split()) != 1 for x in names),
+            "token_names",
+            f"at most vocab_size={self.vocab_size} names, all different and without spaces",
+        )
 
     def _require(self, condition, name, allowed):
         if not condition:

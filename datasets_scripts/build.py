@@ -17,6 +17,7 @@ from datasets import DatasetInfo, SplitDict, SplitInfo
 from tqdm.auto import tqdm
 
 from ..configuration.atomic_files import write_atomically
+from ..configuration.checksums import checksums
 from .card import dataset_card
 from .columns import task_features, to_table
 from .show import draw, figure_class
@@ -26,6 +27,7 @@ from .tasks import TASKS, make_task
 # shell_curriculum differs from shell only in how training draws its batches.
 PUBLISHED = [name for name in TASKS if name != "shell_curriculum"]
 SETTINGS = "build.json"
+CHECKSUMS = "checksums.json"  # of all files but the card, to know later that a folder is still what was built
 # Episodes are a thousand times larger than words; a file of either is made in memory.
 ROWS_IN_FILE = {"words": 100_000, "episodes": 4_096}
 
@@ -46,6 +48,8 @@ def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) 
             bar.update(stop - start)
     write_atomically(out / "episode.png", lambda path: draw(TASKS["shell"], "validation", 5, path))
     infos = {name: describe(out / name, task, splits[name]) for name, task in tasks.items()}
+    built = checksums(out, [SETTINGS, "episode.png", *(str(path) for path, *_ in files)])
+    write_atomically(out / CHECKSUMS, lambda path: path.write_text(json.dumps(built, indent=2), encoding="utf-8"))
     card = dataset_card(tasks, infos, train_size, versions())
     write_atomically(out / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
 

@@ -16,6 +16,7 @@ Tasks in which the order of operations matters: {rows:,} rows in {count} configu
 from datasets import load_dataset
 
 {first} = load_dataset("PATH_OR_REPOSITORY", "{first}", split="{split}")
+first_row = next(iter(load_dataset("PATH_OR_REPOSITORY", "{first}", split="{split}", streaming=True)))
 ```
 
 | Configuration | Splits (rows) | What it is |
@@ -62,7 +63,8 @@ motions last round(U(4, 16)) frames and waits round(U(0, 8)) or, one time in fiv
 python -m mamba3_nplr.datasets_scripts.build OUT --train_size {train_size} --tasks {tasks}
 ```
 
-writes this folder again, bit for bit with the same versions of its libraries ({versions}).
+writes this folder again, bit for bit with the same versions of its libraries ({versions}). `checksums.json` has the
+sha256 of every file.
 """
 
 

@@ -16,7 +16,7 @@ from ..modeling.resumable_trainer import is_whole, last_whole_checkpoint
 from .evaluation import main_metric, split_sizes
 from .training_run import LAST, TrainingRun, UsageError
 
-RUN, RESULTS = "run.json", "results.json"
+RUN, RESULTS, CARD_FILE, PLOT = "run.json", "results.json", "README.md", "results.png"
 PACKAGES = ("mamba3_nplr", "torch", "transformers", "accelerate", "safetensors", "numpy")
 
 CARD = """
@@ -33,7 +33,7 @@ sets share no random numbers with training; this is one run with one seed.
 | Test set | {size_name} | {model} | Chance |
 | --- | --- | --- | --- |
 {rows}
-
+{plot}
 `results.json` has all figures{more}.
 
 ## Use
@@ -42,7 +42,8 @@ sets share no random numbers with training; this is one run with one seed.
 {example}
 ```
 
-Where `mamba3_nplr` is installed, `import mamba3_nplr` replaces `trust_remote_code=True`.
+{explanation} Where `mamba3_nplr` is installed, `import mamba3_nplr` replaces
+`trust_remote_code=True`.
 
 ## Training
 
@@ -67,19 +68,27 @@ DESCRIPTIONS = {
 }
 
 EXAMPLES = {
-    "AutoModelForSequenceClassification": """import torch
-from transformers import AutoModelForSequenceClassification
+    "AutoModelForSequenceClassification": """from transformers import pipeline
 
-model = AutoModelForSequenceClassification.from_pretrained("{name}", trust_remote_code=True)
-letters = torch.randint(0, {vocab_size}, (1, 64))
-products = model(letters, output_prefix_logits=True).prefix_logits.argmax(-1)""",
-    "AutoModelForBehaviorCloning": """import torch
-from transformers import AutoModel
+checkpoint = "{name}"
+track = pipeline("state-tracking", model=checkpoint, trust_remote_code=True)
+for prefix in track("{word}"):
+    print(prefix["token"], prefix["permutation"], prefix["score"])""",
+    "AutoModelForBehaviorCloning": """import numpy as np
+from transformers import pipeline
 
-policy = AutoModel.from_pretrained("{name}", trust_remote_code=True)
-policy.reset()
-for observation in torch.zeros(5, 16):
-    action = policy.select_action(observation)""",
+checkpoint = "{name}"
+act = pipeline("behavior-cloning", model=checkpoint, trust_remote_code=True)
+actions = act(np.zeros((213, 16)))  # an episode at once
+for action in act(iter(np.zeros((5, 16)))):  # or one observation at a time
+    print(action)""",
+}
+
+EXPLANATIONS = {
+    "AutoModelForSequenceClassification": "`AutoModelForSequenceClassification` loads the model itself, whose "
+    "`prefix_logits` are\nthose of every prefix.",
+    "AutoModelForBehaviorCloning": "`AutoModel` loads the policy itself: `reset()` starts an episode, "
+    "`select_action(observation)` is a step.",
 }
 
 
@@ -168,10 +177,11 @@ def summary(run: TrainingRun, model: nn.Module, results: dict, losses: list[floa
     }
 
 
-def model_card(run: TrainingRun, summary: dict, name: str) -> str:
+def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False) -> str:
     """
     Args:
-        name: The folder or repository from which the examples load.
+        name: The folder or repository from which the example loads.
+        plot: Whether there is a picture of the results.
     """
     words = run.auto_class == "AutoModelForSequenceClassification"
     metric, results = summary["metric"], summary["results"]
@@ -191,8 +201,10 @@ def model_card(run: TrainingRun, summary: dict, name: str) -> str:
         figure="last product" if words else "reach",
         size_name="Length" if words else "Windows",
         rows="\n".join(rows),
+        plot=f"\n![{metric.replace('_', ' ')} by size of the test set]({PLOT})\n" if plot else "",
         more=", accuracy by position too" if words else ", success for each number of swaps too",
-        example=EXAMPLES[run.auto_class].format(name=name, vocab_size=run.config.vocab_size if words else ""),
+        example=EXAMPLES[run.auto_class].format(name=name, word=" ".join((run.config.token_names or [])[:3])),
+        explanation=EXPLANATIONS[run.auto_class],
         command=summary["command"],
         versions=", ".join(f"{key} {value}" for key, value in summary["environment"].items() if value),
         precision="bfloat16" if run.args.bf16 else "float16" if run.args.fp16 else "float32",

@@ -56,6 +56,11 @@ class Task(ABC):
         """Fields of the model's configuration that follow from the task."""
 
     @property
+    def model_names(self) -> dict:
+        """Names for the model's configuration, of what it reads and predicts, by which pipelines speak of them."""
+        return {}
+
+    @property
     @abstractmethod
     def splits(self) -> dict[str, int]:
         """The evaluation sets, by name, and their sizes. There is a `train` split of any size beside them."""

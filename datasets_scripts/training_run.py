@@ -66,8 +66,9 @@ OFTEN_USED = {
     "save_steps": "the same between checkpoints",
     "save_total_limit": "checkpoints that are kept",
     "report_to": "tensorboard (default if installed), trackio, wandb, none, ...",
-    "push_to_hub": "upload the finished model, with its card",
+    "push_to_hub": "upload the model, with its card when it is finished",
     "hub_model_id": "under this name",
+    "hub_strategy": "every_save: the model of each checkpoint too; end: only the finished one",
 }
 
 # Fields of TrainingArguments that cannot be honoured here, and what to use instead.
@@ -152,7 +153,7 @@ def parse_run(arguments: list[str]) -> TrainingRun:
         model_name=own["model"],
         preset=own["preset"],
         task=task,
-        config=build(AutoConfig.for_model, MODELS[own["model"]].model_type, **fields),
+        config=build(AutoConfig.for_model, MODELS[own["model"]].model_type, **task.model_names | fields),
         args=make_training_arguments(values),
         arguments=resolved,
         changed={x: y for x, y in resolved.items() if named.get(x) != y and not x.startswith(MAY_CHANGE)},

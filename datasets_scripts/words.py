@@ -64,6 +64,16 @@ class GroupWords(Task):
         return [self.algebra.element_name(number) for number in range(self.algebra.order)]
 
     @property
+    def model_names(self) -> dict:
+        """Letters are called after their numbers, s0, s1 ... among the generators and g0, g1 ... in the whole group."""
+        letter = "g" if self.inputs == "elements" else "s"
+        return {
+            "id2label": dict(enumerate(self.label_names)),
+            "label2id": {name: number for number, name in enumerate(self.label_names)},
+            "token_names": [f"{letter}{number}" for number in range(len(self.letters))],
+        }
+
+    @property
     def baseline(self) -> float:
         """Accuracy of a uniform guess among the elements that a word of known length can reach."""
         reached = {0}

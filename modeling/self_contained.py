@@ -6,6 +6,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from .downloads import discard_damaged_weights
+
 RELATIVE_IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)( import )", flags=re.MULTILINE)
 
 
@@ -59,8 +61,15 @@ class SelfContainedMixin:
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers, and in addition writes the code files."""
+        # Not before: pipelines load much that a model does not need.
+        from .pipelines import custom_pipelines
+
         self.config.auto_map = self.auto_map()
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        self.config.custom_pipelines = custom_pipelines(self.importable_class())
+        try:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            del self.config.custom_pipelines
         if is_main_process:
             self.write_code(save_directory)
 
@@ -75,13 +84,22 @@ class SelfContainedMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        options = dict(kwargs)
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
+            discard_damaged_weights(pretrained_model_name_or_path, options)
             raise OSError(
                 f"The weights of {pretrained_model_name_or_path} are damaged or only partly there ({error}). Copy or "
                 "download the checkpoint again."
             ) from error
+        damaged = discard_damaged_weights(pretrained_model_name_or_path, options)
+        if damaged:
+            raise OSError(
+                f"{', '.join(damaged)} of {pretrained_model_name_or_path} did not arrive as uploaded: the checksum is "
+                "another. The local copy has been removed; load again to download it again."
+            )
+        return loaded
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

@@ -1,4 +1,7 @@
-"""A Hub on this machine: as much of the protocol as the real client needs to push and pull models and datasets."""
+"""
+A Hub on this machine: as much of the protocol as the real client needs to push and pull models and datasets, with its
+access rules, and with faults on demand.
+"""
 
 import base64
 import hashlib
@@ -6,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import socket
 import threading
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +38,10 @@ def git_hash(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
@@ -43,8 +51,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 class Repository:
     """
-    A repository in a folder: `refs/NAME` holds the id of a branch's last commit, `commits/ID.json` a commit with all
-    its files, `objects/ID` their contents, regular ones by their git hash and large ones by their sha256.
+    A repository in a folder: `refs/NAME` holds the id of a branch's last commit, `tags/NAME` that of a tag's commit,
+    `commits/ID.json` a commit with all its files, `objects/ID` their contents, regular ones by their git hash and large
+    ones by their sha256; a private one has a file `private`.
     """
 
     def __init__(self, folder: Path):
@@ -53,14 +62,23 @@ class Repository:
     def exists(self) -> bool:
         return (self.folder / "refs").is_dir()
 
-    def create(self) -> None:
+    def create(self, private: bool = False) -> None:
+        if private:
+            write_atomically(self.folder / "private", b"")
         self.add_commit("main", "initial commit", {".gitattributes": self.add_regular(GITATTRIBUTES)})
 
+    @property
+    def private(self) -> bool:
+        return (self.folder / "private").exists()
+
+    def reference(self, kind: str, name: str) -> Path:
+        return self.folder / kind / quote(name, safe="")
+
     def resolve(self, revision: str) -> str:
-        """The id of the commit that a branch or a commit id stands for."""
-        ref = self.folder / "refs" / quote(revision, safe="")
-        if ref.exists():
-            return ref.read_text()
+        """The id of the commit that a branch, a tag or a commit id stands for."""
+        for ref in (self.reference("refs", revision), self.reference("tags", revision)):
+            if ref.exists():
+                return ref.read_text()
         if re.fullmatch("[0-9a-f]{40}", revision) and (self.folder / "commits" / f"{revision}.json").exists():
             return revision
         raise HubError(404, f"Invalid rev id: {revision}", "RevisionNotFound")
@@ -74,12 +92,20 @@ class Repository:
         return self.commit(revision)["files"]
 
     def add_commit(self, branch: str, title: str, files: dict[str, dict]) -> str:
-        commit = {"title": title, "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"), "files": files}
+        parent = self.resolve(branch) if self.exists() else None
+        commit = {"title": title, "date": now(), "files": files, "parent": parent}
         content = json.dumps(commit).encode()
         commit_id = hashlib.sha1(content).hexdigest()
         write_atomically(self.folder / "commits" / f"{commit_id}.json", content)
-        write_atomically(self.folder / "refs" / quote(branch, safe=""), commit_id.encode())
+        write_atomically(self.reference("refs", branch), commit_id.encode())
         return commit_id
+
+    def history(self, revision: str = "main") -> list[dict]:
+        """Commits, the newest first."""
+        commits = [self.commit(revision)]
+        while commits[-1]["parent"]:
+            commits.append(self.commit(commits[-1]["parent"]))
+        return commits
 
     def object_path(self, object_id: str) -> Path:
         return self.folder / "objects" / object_id
@@ -151,20 +177,59 @@ def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
     return start, stop
 
 
+LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "other")
+TASKS = ("text-classification", "token-classification", "robotics", "reinforcement-learning", "other")
+
+
+def card_problems(metadata: dict) -> list[str]:
+    """What the Hub would not accept in the metadata of a card."""
+    found = []
+    if metadata.get("license", "other") not in LICENSES:
+        found.append(f'"license" must be one of {LICENSES}')
+    for name in (metadata.get("pipeline_tag", "other"), *metadata.get("task_categories", [])):
+        if name not in TASKS:
+            found.append(f"{name} is no task")
+    for name in ("tags", "datasets", "task_categories"):
+        if not all(isinstance(x, str) for x in metadata.get(name, [])):
+            found.append(f'"{name}" must be a list of strings')
+    for model in metadata.get("model-index", []):
+        if not model.get("name"):
+            found.append('"model-index[0].name" is required')
+        for result in model["results"]:
+            named = [result.get("task", {}).get("type"), *map(result.get("dataset", {}).get, ("type", "name"))]
+            if not all(named):
+                found.append("a result needs a task type, a dataset type and a dataset name")
+            if not result.get("metrics") or not all(x.get("type") and "value" in x for x in result["metrics"]):
+                found.append("a result needs metrics with type and value")
+    for config in metadata.get("configs", []):
+        if not config.get("config_name") or not all(x["path"] and x["split"] for x in config["data_files"]):
+            found.append("a configuration needs a name, and data files with split and path")
+    return found
+
+
 API = r"/api/(?P<kind>models|datasets)/(?P<repo_id>[^/]+/[^/]+)"
 URL = r"/(?P<kind>datasets/)?(?P<repo_id>[^/]+/[^/]+)"
-# Method, address, the handler's method, and whether a token is needed.
+COLLECTION = r"/api/collections/(?P<slug>[^/]+/[^/]+)"
+# Method, address, the handler's method, and whether it writes, for which a token is needed.
 ROUTES = [
+    ("GET", "/api/whoami-v2", "describe_user", False),
     ("POST", "/api/repos/create", "create_repository", True),
     ("POST", "/api/validate-yaml", "validate_card", False),
     ("GET", f"{API}(/revision/(?P<revision>[^/]+))?", "describe", False),
     ("GET", f"{API}/tree/(?P<revision>[^/]+)(/(?P<path>.+))?", "list_tree", False),
+    ("GET", f"{API}/commits/(?P<revision>[^/]+)", "list_commits", False),
+    ("POST", f"{API}/branch/(?P<branch>[^/]+)", "create_branch", True),
+    ("POST", f"{API}/tag/(?P<revision>[^/]+)", "create_tag", True),
     ("POST", f"{API}/paths-info/(?P<revision>[^/]+)", "list_paths", False),
     ("POST", f"{API}/preupload/(?P<revision>[^/]+)", "choose_upload_modes", True),
     ("POST", rf"{URL}\.git/info/lfs/objects/batch", "offer_uploads", True),
     ("PUT", "/upload/(?P<ticket>[0-9a-f]+)", "receive_object", False),  # who has a ticket had a token
     ("POST", f"{API}/commit/(?P<revision>[^/]+)", "add_commit", True),
     ("GET", f"{URL}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "send_file", False),
+    ("POST", "/api/collections", "create_collection", True),
+    ("POST", "/faults", "set_faults", False),  # for tests whose client runs in another process
+    ("GET", COLLECTION, "describe_collection", False),
+    ("POST", f"{COLLECTION}/items", "add_to_collection", True),
 ]
 
 
@@ -177,6 +242,9 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def answer(self) -> None:
+        if self.command == "PUT" and self.server.fault("cut_uploads"):
+            self.rfile.read(1000)
+            return self.cut()
         self.body = self.read_body()  # also of refused requests: the connection is used again
         try:
             self.route()
@@ -192,36 +260,51 @@ class Handler(BaseHTTPRequestHandler):
         for route_method, pattern, name, writes in ROUTES:
             match = re.fullmatch(pattern, address.path)
             if match and method == route_method:
-                self.user = self.authenticate(writes)
+                self.writes = writes
+                self.user = self.authenticate()
                 given = {key: value and unquote(value) for key, value in match.groupdict().items()}
                 return getattr(self, name)(**given)
         raise HubError(404, f"{method} {address.path} is not part of this Hub")
 
-    def authenticate(self, writes: bool) -> str | None:
+    def authenticate(self) -> str | None:
         """The user whose token was sent; None for a reader without one."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token and token not in self.server.tokens:
             raise HubError(401, "Invalid credentials in Authorization header")
-        if writes and not token:
+        if self.writes and not token:
             raise HubError(401, "Invalid username or password.")
+        if self.writes and token in self.server.read_only:
+            raise HubError(403, "You have provided a token with read access; this needs one with write access.")
         return self.server.tokens.get(token)
 
     def repository(self, kind: str | None, repo_id: str) -> Repository:
+        """A repository that the user may see and, in a request that writes, change."""
         repository = self.server.repository(repo_id, "datasets" if kind and kind.startswith("datasets") else "models")
-        if not repository.exists():
-            raise HubError(404, "Repository not found", "RepoNotFound")
+        owner = repo_id.partition("/")[0]
+        if not repository.exists() or (repository.private and self.user != owner):
+            # As on the Hub, the answer does not tell which of the two it is.
+            raise HubError(404 if self.user else 401, "Repository not found", "RepoNotFound")
+        if self.writes and self.user != owner:
+            raise HubError(403, f"You don't have the rights to write to {repo_id}.")
         return repository
+
+    def describe_user(self) -> None:
+        if self.user is None:
+            raise HubError(401, "Invalid username or password.")
+        self.send_json({"type": "user", "name": self.user, "fullname": self.user, "orgs": []})
 
     def create_repository(self) -> None:
         given = json.loads(self.body)
         repo_id = f"{given.get('organization') or self.user}/{given['name']}"
         kind = f"{given.get('type') or 'model'}s"
         url = f"{self.server.url}/{'datasets/' if kind == 'datasets' else ''}{repo_id}"
+        if given.get("organization") not in (None, self.user):
+            raise HubError(403, f"You don't have the rights to create a repository under {given['organization']}.")
         with self.server.lock:
             repository = self.server.repository(repo_id, kind)
             if repository.exists():
                 raise HubError(409, "You already created this repository", url=url)
-            repository.create()
+            repository.create(bool(given.get("private") or given.get("visibility") == "private"))
         self.send_json({"url": url, "name": repo_id})
 
     def validate_card(self) -> None:
@@ -231,14 +314,18 @@ class Handler(BaseHTTPRequestHandler):
             metadata = yaml.safe_load(match[1]) if match else {}
         except yaml.YAMLError as error:
             raise HubError(400, "Invalid metadata", errors=[{"message": str(error)}], warnings=[]) from error
+        errors = [{"message": problem} for problem in card_problems(metadata or {})]
+        if errors:
+            raise HubError(400, "Invalid metadata", errors=errors, warnings=[])
         warnings = [] if metadata else [{"message": "empty or missing yaml metadata in repo card"}]
         self.send_json({"errors": [], "warnings": warnings})
 
     def describe(self, kind: str, repo_id: str, revision: str | None) -> None:
-        commit = self.repository(kind, repo_id).commit(revision or "main")
+        repository = self.repository(kind, repo_id)
+        commit = repository.commit(revision or "main")
         siblings = [{"rfilename": path} for path in commit["files"]]
         facts = {"id": repo_id, "sha": commit["id"], "lastModified": commit["date"], "siblings": siblings}
-        self.send_json(facts | {"private": False, "tags": [], "downloads": 0, "likes": 0})
+        self.send_json(facts | {"private": repository.private, "tags": [], "downloads": 0, "likes": 0})
 
     def list_tree(self, kind: str, repo_id: str, revision: str, path: str | None) -> None:
         commit = self.repository(kind, repo_id).commit(revision)
@@ -250,6 +337,26 @@ class Handler(BaseHTTPRequestHandler):
         if not self.is_set("recursive"):
             inside = [entry for entry in inside if PurePosixPath(entry["path"]).parent == folder]
         self.send_json(inside)
+
+    def list_commits(self, kind: str, repo_id: str, revision: str) -> None:
+        commits = self.repository(kind, repo_id).history(revision)
+        shared = {"authors": [{"user": repo_id.partition("/")[0]}], "message": ""}
+        self.send_json([{name: x[name] for name in ("id", "title", "date")} | shared for x in commits])
+
+    def create_branch(self, kind: str, repo_id: str, branch: str) -> None:
+        repository = self.repository(kind, repo_id)
+        start = json.loads(self.body or b"{}").get("startingPoint", "main")
+        self.add_reference(repository, repository.reference("refs", branch), start)
+
+    def create_tag(self, kind: str, repo_id: str, revision: str) -> None:
+        repository = self.repository(kind, repo_id)
+        self.add_reference(repository, repository.reference("tags", json.loads(self.body)["tag"]), revision)
+
+    def add_reference(self, repository: Repository, path: Path, revision: str) -> None:
+        if path.exists():
+            raise HubError(409, f"Reference {path.name} already exists")
+        write_atomically(path, repository.resolve(revision).encode())
+        self.send_json({})
 
     def list_paths(self, kind: str, repo_id: str, revision: str) -> None:
         form = parse_qs(self.body.decode())
@@ -311,13 +418,63 @@ class Handler(BaseHTTPRequestHandler):
             error.headers |= headers
             raise error
         content = repository.read(path, commit["id"])
+        large = commit["files"][path]["lfs"] and self.command == "GET"
+        if large and self.server.fault("damaged_downloads"):
+            content = content[:-1] + bytes([content[-1] ^ 1])
         headers |= {"ETag": f'"{commit["files"][path]["oid"]}"', "Content-Type": "application/octet-stream"}
         part = byte_range(self.headers.get("Range"), len(content))
+        cut = large and self.server.fault("cut_downloads")
         if part is None:
-            return self.send(content, 200, headers)
+            return self.send(content, 200, headers, cut)
         start, stop = part
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-        self.send(content[start:stop], 206, headers)
+        self.send(content[start:stop], 206, headers, cut)
+
+    def set_faults(self) -> None:
+        self.server.faults = json.loads(self.body)
+        self.send_json({})
+
+    def create_collection(self) -> None:
+        given = json.loads(self.body)
+        owner, title = given["namespace"], given["title"]
+        if owner != self.user:
+            raise HubError(403, f"You don't have the rights to create a collection under {owner}.")
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        slug = f"{owner}/{name}-{hashlib.sha1(f'{owner}/{title}'.encode()).hexdigest()[:24]}"
+        path = self.server.collection_path(slug)
+        if path.exists():
+            raise HubError(409, "This collection already exists", slug=slug)
+        facts = {"slug": slug, "title": title, "description": given.get("description"), "owner": owner, "items": []}
+        facts |= {"private": given.get("private", False), "position": 0, "theme": "blue", "upvotes": 0}
+        self.save_collection(path, facts)
+
+    def describe_collection(self, slug: str) -> None:
+        self.send_json(self.collection(slug))
+
+    def add_to_collection(self, slug: str) -> None:
+        given = json.loads(self.body)
+        with self.server.lock:
+            collection = self.collection(slug)
+            if any(given["item"] == {"id": item["id"], "type": item["type"]} for item in collection["items"]):
+                raise HubError(409, "This item is already in the collection")
+            item = given["item"] | {"_id": secrets.token_hex(12), "position": len(collection["items"])}
+            item["note"] = {"text": given["note"], "html": given["note"]} if "note" in given else None
+            collection["items"].append(item)
+            self.save_collection(self.server.collection_path(slug), collection)
+
+    def collection(self, slug: str) -> dict:
+        path = self.server.collection_path(slug)
+        found = json.loads(path.read_bytes()) if path.exists() else None
+        if found is None or (found["private"] and self.user != found["owner"]):
+            raise HubError(404, "Collection not found")
+        if self.writes and self.user != found["owner"]:
+            raise HubError(403, "You don't have the rights to change this collection.")
+        return found
+
+    def save_collection(self, path: Path, collection: dict) -> None:
+        collection |= {"lastUpdated": now()}
+        write_atomically(path, json.dumps(collection).encode())
+        self.send_json(collection)
 
     def is_set(self, name: str) -> bool:
         return self.query.get(name, "").lower() in ("true", "1")
@@ -335,12 +492,21 @@ class Handler(BaseHTTPRequestHandler):
     def send_json(self, answer, status: int = 200, headers: dict[str, str] | None = None) -> None:
         self.send(json.dumps(answer).encode(), status, {"Content-Type": "application/json"} | (headers or {}))
 
-    def send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
+    def cut(self) -> None:
+        """Ends the connection in the middle of what it carries."""
+        self.close_connection = True
+        self.wfile.flush()
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def send(self, content: bytes, status: int, headers: dict[str, str], cut: bool = False) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(name, value)
         self.end_headers()
-        if self.command != "HEAD":
+        if cut:
+            self.wfile.write(content[: len(content) // 2])
+            self.cut()
+        elif self.command != "HEAD":
             self.wfile.write(content)
 
     def log_message(self, *_) -> None:
@@ -353,15 +519,21 @@ class HubServer(ThreadingHTTPServer):
 
     Args:
         folder: Where repositories are kept: `KIND/OWNER/NAME`, with KIND `models` or `datasets`.
-        tokens: The tokens that may write -> the names of their users.
+        tokens: Tokens -> the names of their users, who may see and change what is theirs.
+        read_only: Those of the tokens that may change nothing.
+
+    `faults` says how many of the next transfers go wrong, by kind: `cut_uploads` and `cut_downloads` end the connection
+    in the middle of a large file, `damaged_downloads` change a bit of one.
     """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, tokens: dict[str, str]):
+    def __init__(self, folder: Path, tokens: dict[str, str], read_only: tuple[str, ...] = ()):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder = Path(folder)
         self.tokens = tokens
+        self.read_only = read_only
+        self.faults: dict[str, int] = {}
         self.tickets: dict[str, Path] = {}
         self.lock = threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -381,6 +553,16 @@ class HubServer(ThreadingHTTPServer):
         if not all(re.fullmatch(r"\w[\w.-]*", part) for part in (owner, name)):
             raise HubError(400, f"{repo_id} is not a name of a repository")
         return Repository(self.folder / kind / owner / name)
+
+    def collection_path(self, slug: str) -> Path:
+        return self.folder / "collections" / f"{slug}.json"
+
+    def fault(self, kind: str) -> bool:
+        """Whether the transfer that asks is one of those that are to go wrong."""
+        with self.lock:
+            left = self.faults.get(kind, 0)
+            self.faults[kind] = max(0, left - 1)
+        return left > 0
 
     def new_ticket(self, path: Path) -> str:
         """A secret under which the object at `path` may be uploaded: uploads of large files carry no token."""

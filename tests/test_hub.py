@@ -1,6 +1,7 @@
 """The Hub: datasets and models pushed and pulled with the real client, over HTTP, against a server on this machine."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -50,6 +51,43 @@ DATASETS = textwrap.dedent(
         again = load_dataset("user/other", "z5", split="validation")
         check(again, "z5", "validation")
         assert again.features == local.features
+    """
+)
+
+FAULTY_DATASETS = textwrap.dedent(
+    """
+    import json, os, time, urllib.request
+    from datasets import load_dataset
+
+    time.sleep = lambda seconds: None  # between the client's attempts
+
+    def faults(**kinds):
+        data = json.dumps(kinds).encode()
+        urllib.request.urlopen(urllib.request.Request(os.environ["HF_ENDPOINT"] + "/faults", data, method="POST"))
+
+    def rows(**options):
+        return list(load_dataset("user/name", "z5", split="test_64", **options))
+
+    def fails(text, **options):
+        try:
+            rows(**options)
+        except Exception as error:
+            assert text in f"{error} {error.__cause__} {error.__context__}", error
+        else:
+            raise AssertionError("should have failed")
+
+    faults(cut_downloads=1000)
+    fails("closed connection")
+    fails("Disconnected", streaming=True)
+    faults(cut_downloads=1)  # the clients try again by themselves
+    whole = rows(streaming=True)
+    faults(cut_downloads=1)
+    assert rows() == whole and len(whole) == 6
+    faults(damaged_downloads=1000)
+    fails("corrupted", streaming=True)
+    fails("corrupted", download_mode="force_redownload")
+    faults()
+    assert rows(streaming=True) == whole and rows(download_mode="force_redownload") == whole
     """
 )
 
@@ -122,6 +160,106 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     """
 )
 
+ACCESS = textwrap.dedent(
+    """
+    import json, os, time, urllib.request
+    import torch
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification as Model
+    from pathlib import Path
+
+    time.sleep = lambda seconds: None  # between the client's attempts
+    sizes = {"vocab_size": 11, "hidden_size": 12, "state_size": 6, "head_dim": 4, "num_rope_pairs": 2, "num_labels": 5}
+
+    def make(seed):
+        torch.manual_seed(seed)
+        return Model(Mamba3NPLRConfig(**sizes))
+
+    def load(name, **options):
+        return Model.from_pretrained(name, **options)
+
+    def same(a, b):
+        return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
+
+    def fails(action, kinds, *texts):
+        try:
+            action()
+        except kinds as error:
+            chain = f"{error} {error.__cause__} {error.__context__}"
+            assert all(text in chain for text in texts), chain
+        else:
+            raise AssertionError("should have failed")
+
+    def faults(**kinds):
+        data = json.dumps(kinds).encode()
+        urllib.request.urlopen(urllib.request.Request(os.environ["HF_ENDPOINT"] + "/faults", data, method="POST"))
+
+    def cached(name):
+        folder = Path(os.environ["HF_HOME"], "hub", "models--" + name.replace("/", "--"))
+        return [path for path in folder.rglob("*.safetensors") if path.exists()]
+
+    api, first, second = HfApi(), make(1), make(2)
+    """
+)
+
+PRIVATE = ACCESS + textwrap.dedent(
+    """
+    first.push_to_hub("user/private", private=True)
+    first.push_to_hub("user/public")
+    assert same(load("user/private"), first)
+    # A private repository looks like one that is not there, to everyone else; what is in the cache is not asked for.
+    for name in ("user/private", "user/missing"):
+        for token in (False, "hf_other"):
+            fails(lambda: load(name, token=token, cache_dir="other"), OSError, name, "private repository", "token")
+            fails(lambda: HfApi(token=token).model_info(name), RepositoryNotFoundError)
+    fails(lambda: load("user/public", token="hf_wrong", cache_dir="other"), (OSError, HfHubHTTPError), "401")
+    assert same(load("user/public", token="hf_other", cache_dir="other"), first)
+    assert same(load("user/private", token="hf_reader", cache_dir="other"), first)
+    for token in ("hf_other", "hf_reader"):
+        fails(lambda: second.push_to_hub("user/public", token=token), HfHubHTTPError, "403")
+    fails(lambda: second.push_to_hub("other/new"), HfHubHTTPError, "403", "other")
+
+    start = api.model_info("user/public").sha
+    api.create_tag("user/public", tag="v1")
+    api.create_branch("user/public", branch="next")
+    second.push_to_hub("user/public", revision="next")
+    assert same(load("user/public"), first) and same(load("user/public", revision="next"), second)
+    second.push_to_hub("user/public", commit_message="second")
+    assert same(load("user/public"), second)
+    assert same(load("user/public", revision="v1"), first) and same(load("user/public", revision=start), first)
+    assert [commit.title for commit in api.list_repo_commits("user/public")][0] == "second"
+    fails(lambda: load("user/public", revision="v2"), OSError, "v2")
+    file = {"path_or_fileobj": b"", "path_in_repo": "file", "repo_id": "user/public"}
+    fails(lambda: api.upload_file(**file, revision="v2"), RevisionNotFoundError)
+    """
+)
+
+CUT = ACCESS + textwrap.dedent(
+    """
+    first.push_to_hub("user/cut")
+    before = api.list_repo_commits("user/cut")
+    faults(cut_uploads=1000)
+    fails(lambda: second.push_to_hub("user/cut"), RuntimeError, "model.safetensors")
+    assert api.list_repo_commits("user/cut") == before and same(load("user/cut", cache_dir="one"), first)
+    faults(cut_uploads=1)  # the client tries again by itself
+    second.push_to_hub("user/cut")
+    assert len(api.list_repo_commits("user/cut")) == len(before) + 1
+
+    faults(cut_downloads=1000)
+    fails(lambda: load("user/cut"), Exception, "")
+    assert not cached("user/cut")
+    faults(cut_downloads=1)
+    assert same(load("user/cut"), second) and cached("user/cut")
+
+    faults(damaged_downloads=1)
+    first.push_to_hub("user/damaged")
+    fails(lambda: load("user/damaged"), OSError, "model.safetensors of user/damaged", "checksum", "load again")
+    assert not cached("user/damaged")
+    assert same(load("user/damaged"), first)
+    """
+)
+
 TRAINING = textwrap.dedent(
     """
     import json
@@ -138,6 +276,11 @@ TRAINING = textwrap.dedent(
     except SystemExit as stop:
         assert stop.code == 2
     assert not list(Path("never").glob("checkpoint-*"))  # refused before training
+    try:
+        program.main([*push, "--output_dir=never", "--hub_model_id=user/never", "--hub_strategy=checkpoint"])
+    except SystemExit as stop:
+        assert stop.code == 2
+    assert not Path("never").exists()
     program.main([*push, "--output_dir=run", "--hub_model_id=user/trained"])
     program.main(["evaluate", "user/trained", "--out=found.json"])
     found, results = (json.loads(Path(name).read_text()) for name in ("found.json", "run/results.json"))
@@ -149,7 +292,8 @@ TRAINING = textwrap.dedent(
 
 @pytest.fixture
 def hub(tmp_path):
-    with HubServer(tmp_path / "hub", tokens={TOKEN: "user"}) as server:
+    tokens = {TOKEN: "user", "hf_reader": "user", "hf_other": "other"}
+    with HubServer(tmp_path / "hub", tokens, read_only=("hf_reader",)) as server:
         yield server
 
 
@@ -166,6 +310,7 @@ def run(hub, tmp_path):
             "HF_TOKEN": TOKEN,
             "OMP_NUM_THREADS": "1",
             "PATH": "/usr/bin",
+            "PYTHONPATH": os.pathsep.join(sys.path),
         }
         command = [sys.executable, "-c", script, *map(str, arguments)]
         done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -190,6 +335,7 @@ def test_datasets(hub, run, tmp_path):
     pushed = hub.repository("user/other", "datasets").files()
     assert set(pushed) == {".gitattributes", "README.md", "z5/validation-00000-of-00001.parquet"}
     before = contents(hub)
+    run(FAULTY_DATASETS)
     run(REFUSED_DATASETS, out)
     assert contents(hub) == before
 
@@ -209,6 +355,15 @@ def test_models(hub, run, tmp_path):
         assert {path: repository.read(path) for path in saved} == saved, name
 
 
+def test_access_and_revisions(run):
+    run(PRIVATE)
+
+
+def test_cut_connections_and_damaged_files(hub, run):
+    run(CUT)
+    assert not list(hub.folder.rglob("*.part"))
+
+
 def test_a_finished_run_is_uploaded(hub, run, tmp_path):
     run(TRAINING, ":".join([str(Path(__file__).parent), *filter(None, sys.path)]))
     repository = hub.repository("user/trained")
@@ -221,9 +376,10 @@ def test_a_finished_run_is_uploaded(hub, run, tmp_path):
         "results.json",
         "run.json",
     } <= names
-    assert all(
-        "/" not in name and name.endswith((".md", ".json", ".py", ".safetensors", ".gitattributes")) for name in names
-    )
-    for name in ("README.md", "model.safetensors", "results.json"):
+    kinds = (".md", ".json", ".py", ".safetensors", ".gitattributes", ".png", "LICENSE")
+    assert all("/" not in name and name.endswith(kinds) for name in names)
+    titles = [commit["title"] for commit in repository.history()]
+    assert titles == ["nplr on s5_generators", "Step 8", "Step 6", "Step 3", "initial commit"]
+    for name in ("README.md", "model.safetensors", "results.json", "results.png"):
         assert repository.read(name) == (tmp_path / "run" / name).read_bytes()
     assert b"model-index" in repository.read("README.md") and b'"user/trained"' in repository.read("README.md")

@@ -17,6 +17,7 @@ before = set(sys.modules)
 import mamba3_nplr
 new = {name for name in set(sys.modules) - before if not name.startswith("mamba3_nplr")}
 heavy = {"transformers.modeling_utils", "transformers.models.auto.modeling_auto", "triton", "datasets", "accelerate"}
+heavy |= {"transformers.pipelines"}
 assert not new & heavy, new & heavy
 assert not torch.cuda.is_initialized()
 """
@@ -33,6 +34,9 @@ assert type(AutoModel.from_config(AutoConfig.for_model("mamba3_nplr"))) is mamba
 
 REGISTERS_WITHOUT_BEING_ASKED = """
 import mamba3_nplr
+from transformers import pipeline
+from transformers.pipelines import get_supported_tasks
+assert {"state-tracking", "behavior-cloning"} <= set(get_supported_tasks())
 from transformers import AutoConfig, AutoModelForSequenceClassification
 model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("mamba3_nplr", num_labels=7))
 assert type(model).__name__ == "Mamba3NPLRForSequenceClassification" and model.num_labels == 7
@@ -83,7 +87,7 @@ def test_the_wheel_is_complete_and_claims_one_name(tmp_path):
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         archive.extractall(tmp_path / "site")
     assert {name.partition("/")[0] for name in names} == {"mamba3_nplr"}
-    expected = {"mamba3_nplr/__init__.py"}
+    expected = {f"mamba3_nplr/{path.name}" for path in (ROOT / "configuration" / "mamba3_nplr").glob("*.py")}
     for folder in ("modeling", "configuration", "datasets_scripts"):
         sources = [path for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".cpp")]
         expected |= {f"mamba3_nplr/{folder}/{path.name}" for path in sources}

@@ -1,19 +1,60 @@
-"""The README's Python examples run, in order, in one session."""
+"""The README's Python examples run, in order, in one session, with a Hub to push to."""
 
+import json
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
+
+import numpy as np
+from hub_server import HubServer
 
 README = Path(__file__).parent.parent / "README.md"
 
+SESSION = textwrap.dedent(
+    """
+    import json, sys
 
-def test_the_examples_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 4
     namespace = {}
-    for block in blocks:
+    for block in json.load(open("blocks.json")):
         exec(compile(block, "README.md", "exec"), namespace)
-    assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in capsys.readouterr().out
     assert namespace["action"].shape == (2,)
     assert namespace["batch"]["labels"].shape == (64, 64)
     assert type(namespace["model"]).__name__ == "Mamba3NPLRForSequenceClassification"
+    assert namespace["policy"].config.observation_size == 9 and namespace["policy"].config.action_size == 3
+    """
+)
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def losses(folder):
+    [state] = folder.glob("checkpoint-60/trainer_state.json")
+    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def test_the_examples_run(tmp_path):
+    [table] = blocks("csv")
+    (tmp_path / "words.csv").write_text(table)
+    random = np.random.default_rng(0)
+    observations = random.normal(size=(4, 20, 9))
+    np.save(tmp_path / "observations.npy", observations)
+    np.save(tmp_path / "actions.npy", observations[..., :3].cumsum(1) / 4)
+    assert len(blocks("python")) == 8
+    (tmp_path / "blocks.json").write_text(json.dumps(blocks("python")))
+    with HubServer(tmp_path / "hub", tokens={"hf_right": "user"}) as hub:
+        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_right"}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", SESSION]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
+    assert "'token': 'press', 'element'" in done.stdout and "'label': 'LABEL_" in done.stdout
+    assert hub.repository("user/policy").private and "pipelines.py" in hub.repository("user/policy").files()
+    for folder in ("switch", "policy"):  # it learns
+        found = losses(tmp_path / folder)
+        assert found[-1] < 0.5 * found[0], found

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import training_program
+from hub_server import HubServer
 from huggingface_hub import ModelCard
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.tasks import make_task
@@ -197,14 +199,26 @@ def test_accumulated_batches_are_the_same_batches(whole, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
 
 
-def test_two_processes_give_the_losses_of_one(tmp_path):
+def test_two_processes_give_the_losses_of_one_and_push_whole_checkpoints(tmp_path):
     program.main([*WORDS, f"--output_dir={tmp_path / 'one'}"])
+    push = ["--push_to_hub", "--hub_model_id=user/two"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *torchrun, str(training_program.PROGRAM), *WORDS, "--num_processes=2"]
-    command += [f"--output_dir={tmp_path / 'two'}"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command += [f"--output_dir={tmp_path / 'two'}", *push]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_right"}
+    with HubServer(tmp_path / "hub", tokens={"hf_right": "user"}) as hub:
+        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    pushed = hub.repository("user/two")
+    by_title = {commit["title"]: commit for commit in pushed.history()}
+    assert list(by_title) == ["nplr on s5_generators", "Step 8", "Step 6", "Step 3", "initial commit"]
+    for step in (6, 8):  # older ones are deleted
+        for file in (tmp_path / "two" / f"checkpoint-{step}").iterdir():
+            if file.suffix in (".py", ".safetensors") or file.name in ("config.json", "run.json"):
+                assert pushed.read(file.name, by_title[f"Step {step}"]["id"]) == file.read_bytes(), file
+    safetensors.torch.load(pushed.read("model.safetensors", by_title["Step 3"]["id"]))
+    assert not any(name.startswith(("optimizer", "rng", "training_args")) for name in pushed.files())
     assert "processes: 2 on cpu, threads of each: 1" in done.stdout
     one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
     assert sum("loss" in entry for entry in one) == 4

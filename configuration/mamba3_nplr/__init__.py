@@ -38,6 +38,7 @@ EXPORTS = {
     "Mamba3NPLRPreTrainedModel": ".modeling.modeling_mamba3_nplr",
     "Mamba3State": ".modeling.mixer_mamba3",
     "ScanState": ".modeling.scan_definition",
+    "pad_sequences": ".modeling.collation",
     "scan": ".modeling.scan",
 }
 __all__ = [*EXPORTS]

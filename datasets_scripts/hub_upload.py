@@ -1,0 +1,96 @@
+"""What goes to the Hub: folders of this package as one commit each, and checkpoints while a run goes on."""
+
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import distribution
+from pathlib import Path
+
+from huggingface_hub import CommitOperationAdd, HfApi
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from . import run_record
+
+# The files of a model; what else lies in a run's folder stays there.
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "config.json")
+
+
+@dataclass(frozen=True)
+class Upload:
+    """
+    Args:
+        repo_id, repo_type: The repository; the type is "model" or "dataset".
+        files: Paths in the repository -> a file, or contents made for the repository.
+        message: Of the commit.
+        note: What it is, in a few words, for an index.
+    """
+
+    repo_id: str
+    repo_type: str
+    files: dict[str, Path | bytes]
+    message: str
+    note: str = ""
+
+    def describe(self) -> str:
+        """What would be uploaded: a line for each file, and the sum."""
+        sizes = {name: len(x) if isinstance(x, bytes) else x.stat().st_size for name, x in self.files.items()}
+        lines = [f"{self.repo_type} {self.repo_id}", f"  commit: {self.message}"]
+        lines += [f"  {size:>13,}  {name}" for name, size in sizes.items()]
+        return "\n".join([*lines, f"  {sum(sizes.values()):>13,}  bytes in {len(sizes)} files"])
+
+    def push(self, api: HfApi, revision: str | None = None) -> str:
+        """Adds everything in one commit: whatever happens, the repository holds all of it or nothing."""
+        operations = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=x if isinstance(x, bytes) else str(x))
+            for name, x in self.files.items()
+        ]
+        return api.create_commit(
+            self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type, revision=revision
+        ).commit_url
+
+
+def model_files(folder: Path, *names: str) -> dict[str, Path]:
+    """The files of the model in a folder, and those of `names` that are there."""
+    found = [path for pattern in (*MODEL_FILES, *names) for path in sorted(folder.glob(pattern))]
+    return {path.name: path for path in found}
+
+
+def plan_run(folder: Path, repo_id: str, summary: dict) -> Upload:
+    """A finished run, with its card speaking of the repository."""
+    card = (folder / run_record.CARD_FILE).read_text(encoding="utf-8")
+    card = re.sub(r'^checkpoint = ".*"$', f'checkpoint = "{repo_id}"', card, flags=re.MULTILINE)
+    files = model_files(folder, run_record.RUN, run_record.RESULTS, run_record.PLOT)
+    made = {run_record.CARD_FILE: card.encode(), "LICENSE": licence()}
+    split, figures = list(summary["results"].items())[-1]
+    metric = summary["metric"]
+    note = f"{summary['parameters']:,} parameters; {metric.replace('_', ' ')} {100 * figures[metric]:.1f} % on {split}"
+    return Upload(repo_id, "model", files | made, f"{summary['model']} on {summary['task']}", note)
+
+
+def licence() -> bytes:
+    """The text of this package's licence, under which what it publishes stands too."""
+    return distribution("mamba3_nplr").read_text("licenses/LICENSE").encode()
+
+
+class PushCheckpoints(TrainerCallback):
+    """
+    Uploads the model of each checkpoint, so that the repository's history has them all. An upload that fails is told
+    and left out: training goes on, and the next one holds all that matters.
+
+    Args:
+        names: Further files of a checkpoint to upload.
+    """
+
+    def __init__(self, api: HfApi, repo_id: str, names: tuple[str, ...], revision: str | None = None):
+        self.api, self.repo_id, self.names, self.revision = api, repo_id, names, revision
+
+    def on_save(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        upload = Upload(self.repo_id, "model", model_files(checkpoint, *self.names), f"Step {state.global_step}")
+        try:
+            upload.push(self.api, self.revision)
+        except Exception as error:
+            print(f"{checkpoint} could not be uploaded to {self.repo_id}: {error}", file=sys.stderr)

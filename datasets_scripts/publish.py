@@ -1,0 +1,161 @@
+"""
+Publishes finished runs and built datasets on the Hub, with card, licence and results, and lists them in a collection.
+
+    python -m mamba3_nplr.publish FOLDER [FOLDER ...] [--owner NAME] [--dry_run]
+
+The token is that of `hf auth login`, or HF_TOKEN. A run that is not evaluated, or a folder that is half written or was
+changed since, is refused before anything is uploaded.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from ..configuration.checksums import changed_files
+from ..modeling.resumable_trainer import UNFINISHED
+from . import build, run_record
+from .hub_upload import Upload, licence, model_files, plan_run
+
+DATASET_NAME = "state-tracking"
+
+
+class RefusedError(ValueError):
+    """A folder that must not be published; the message says why, and what to do."""
+
+
+def plan(folder: Path, owner: str, name: str | None = None, allow_uncommitted: bool = False) -> Upload:
+    """
+    What publishing a folder would upload. Nothing of the Hub is needed for it.
+
+    Args:
+        folder: Of a finished run, or of built datasets.
+        owner, name: Of the repository; the name is by default that of the settings of the run.
+        allow_uncommitted: Whether a run of code that is in no commit may be published.
+    """
+    if (folder / build.SETTINGS).exists():
+        return plan_dataset(folder, f"{owner}/{name or DATASET_NAME}")
+    if not folder.is_dir():
+        raise RefusedError(f"{folder} is not there.")
+    summary = read_results(folder)
+    check_run(folder, summary, allow_uncommitted)
+    default = "-".join([summary["task"], summary["model"], summary["preset"], f"seed{summary['seed']}"])
+    return plan_run(folder, f"{owner}/{name or default}", summary)
+
+
+def read_results(folder: Path) -> dict:
+    path = folder / run_record.RESULTS
+    if not path.exists():
+        raise RefusedError(
+            f"{folder} is not evaluated: it has no {run_record.RESULTS}. A run gets one when it finishes "
+            "(train_hf.py --resume_from_checkpoint goes on with one); its single checkpoints have none."
+        )
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def check_run(folder: Path, summary: dict, allow_uncommitted: bool) -> None:
+    """Refuses a run whose files are not those that were evaluated."""
+    recorded = summary.get("checksums", {})
+    problems = changed_files(folder, recorded)
+    problems += [f"{name} was not there" for name in model_files(folder, run_record.RUN) if name not in recorded]
+    problems += [
+        f"{name} is missing" for name in (run_record.CARD_FILE, run_record.RUN) if not (folder / name).exists()
+    ]
+    if (folder / UNFINISHED).exists():
+        problems.append(f"{UNFINISHED} shows that a run is being written")
+    if not summary["results"]:
+        problems.append("there are no results")
+    if problems:
+        raise RefusedError(f"{folder} is not what was evaluated: {'; '.join(problems)}. Train or evaluate it anew.")
+    revision = summary["environment"]["git"] or ""
+    if revision.endswith("+") and not allow_uncommitted:
+        raise RefusedError(
+            f"{folder} was trained by code with uncommitted changes (revision {revision}), which nobody else has. Give "
+            "--allow_uncommitted to publish it all the same."
+        )
+
+
+def plan_dataset(folder: Path, repo_id: str) -> Upload:
+    recorded = folder / build.CHECKSUMS
+    # The card is written last.
+    if not recorded.exists() or not (folder / "README.md").exists():
+        raise RefusedError(f"{folder} is a build that was stopped: give the same build command again, it goes on.")
+    expected = json.loads(recorded.read_text(encoding="utf-8"))
+    problems = changed_files(folder, expected)
+    if problems:
+        raise RefusedError(f"{folder} is not what was built: {'; '.join(problems)}. Build it anew.")
+    card = (folder / "README.md").read_text(encoding="utf-8").replace("PATH_OR_REPOSITORY", repo_id)
+    files = {name: folder / name for name in (*expected, build.CHECKSUMS)}
+    made = {"README.md": card.encode(), "LICENSE": licence()}
+    tasks = json.loads((folder / build.SETTINGS).read_text(encoding="utf-8"))["tasks"]
+    return Upload(repo_id, "dataset", files | made, "State-tracking tasks", f"The tasks: {', '.join(tasks)}")
+
+
+def publish(uploads: list[Upload], api: HfApi, private: bool, revision: str | None, collection: str) -> None:
+    """
+    Args:
+        collection: Title of the collection of the owner that lists what was published; empty for none.
+    """
+    for upload in uploads:
+        api.create_repo(upload.repo_id, repo_type=upload.repo_type, private=private, exist_ok=True)
+        if revision:
+            api.create_branch(upload.repo_id, branch=revision, repo_type=upload.repo_type, exist_ok=True)
+        print(f"{upload.repo_id}: {upload.push(api, revision)}")
+    if collection:
+        owner = uploads[0].repo_id.partition("/")[0]
+        index = api.create_collection(collection, namespace=owner, private=private, exists_ok=True)
+        for upload in uploads:
+            api.add_collection_item(index.slug, upload.repo_id, upload.repo_type, note=upload.note, exists_ok=True)
+        print(f"{collection}: {index.url}")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mamba3_nplr.publish",
+        description="Publishes finished runs and built datasets on the Hub, with card, licence and results.",
+    )
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="of a finished run or built datasets")
+    parser.add_argument("--owner", help="user or organization (default: the user whose token is used)")
+    parser.add_argument(
+        "--name", help=f"of the repository, for a single FOLDER (default: from the run, or {DATASET_NAME})"
+    )
+    parser.add_argument("--private", action="store_true", help="make new repositories private")
+    parser.add_argument("--revision", help="branch to commit to, made if it is not there (default: main)")
+    parser.add_argument(
+        "--collection", default="mamba3_nplr", help="that lists them (default: %(default)s; '' for none)"
+    )
+    parser.add_argument("--allow_uncommitted", action="store_true", help="also runs of code that is in no commit")
+    parser.add_argument("--dry_run", action="store_true", help="upload nothing; show exactly what would be")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser()
+    given = parser.parse_args(arguments)
+    if given.name and len(given.folders) > 1:
+        parser.error("--name is for a single FOLDER: several need several names.")
+    api = HfApi()
+    try:
+        owner = given.owner or api.whoami()["name"]
+        uploads = [plan(folder, owner, given.name, given.allow_uncommitted) for folder in given.folders]
+        for upload in uploads:
+            validate_repo_id(upload.repo_id)
+        if given.dry_run:
+            print("\n".join(upload.describe() for upload in uploads))
+        else:
+            publish(uploads, api, given.private, given.revision, given.collection)
+    except RefusedError as error:
+        parser.exit(2, f"publish: {error}\n")
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        reason = f"{error} ({error.__cause__})" if error.__cause__ else error
+        parser.exit(
+            1,
+            f"publish: {reason}\nEach repository is as it was, or holds all of its upload; the same command goes on.\n",
+        )
+
+
+if __name__ == "__main__":
+    main()

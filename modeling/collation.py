@@ -1,0 +1,31 @@
+"""Rows of a user's own data as batches."""
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+
+def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
+    """
+    A data collator for Trainer: rows of any lengths as one batch of arguments of the models.
+
+    Args:
+        rows: Each with `input_ids` (length,), `observations` (length, observation_size) or `inputs_embeds` (length,
+            hidden_size), and perhaps `labels`, for the whole sequence or for every position; lists, arrays or tensors.
+
+    Where lengths differ, the ends are padded: `attention_mask` is then 0 there and labels are -100, which do not count.
+    """
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+    batch = {name: pad_column(name, values) for name, values in columns.items()}
+    inputs = next(name for name in ("input_ids", "observations", "inputs_embeds") if name in columns)
+    lengths = torch.tensor([len(x) for x in columns[inputs]])
+    if "attention_mask" not in batch and (lengths != lengths[0]).any():
+        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    return batch
+
+
+def pad_column(name: str, values: list[torch.Tensor]) -> torch.Tensor:
+    if values[0].is_floating_point():
+        values = [x.to(torch.get_default_dtype()) for x in values]
+    if values[0].dim() == 0:
+        return torch.stack(values)
+    return pad_sequence(values, batch_first=True, padding_value=-100 if name == "labels" else 0)

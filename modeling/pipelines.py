@@ -1,0 +1,179 @@
+"""
+Pipelines of transformers for the tasks of this package: `pipeline("state-tracking", ...)` and
+`pipeline("behavior-cloning", ...)`. Checkpoints carry this file, so that it imports no other of the package.
+"""
+
+from collections.abc import Iterable, Iterator
+from numbers import Integral
+
+import numpy as np
+import torch
+from transformers import Pipeline
+
+
+class SequencePipeline(Pipeline):
+    """What both share: no tokenizer, no options, and a refusal of checkpoints that have another head."""
+
+    _load_processor = _load_image_processor = _load_video_processor = _load_feature_extractor = _load_tokenizer = False
+    heads: tuple[str, ...]
+
+    def __init__(self, model, **kwargs):
+        saved_as = (model.config.architectures or [type(model).__name__])[0]
+        if not saved_as.endswith(self.heads):
+            raise ValueError(f"The checkpoint holds a {saved_as}; this pipeline needs one of {', '.join(self.heads)}.")
+        super().__init__(model, **kwargs)
+
+    def _sanitize_parameters(self, **parameters):
+        if parameters:
+            raise TypeError(f"This pipeline has no option {', '.join(parameters)}.")
+        return {}, {}, {}
+
+
+class StateTrackingPipeline(SequencePipeline):
+    """
+    A word to the state after each of its letters.
+
+    Called with a word, as text of the names in `config.token_names` with spaces between them ("s0 s1 s0"; without such
+    names, the numbers of the letters), or as the numbers themselves, in a list, array or tensor. Several words in a
+    list, dataset or generator give as many results. A result is a list with an entry for each prefix:
+
+        token: the name, or else the number, of the prefix's last letter
+        element: the number of the predicted class
+        label: its name in `config.id2label`
+        permutation: the same as a list of points, where the name is one; else None
+        score: its probability
+    """
+
+    heads = ("ForSequenceClassification", "ForTokenClassification")
+
+    def __call__(self, inputs, **kwargs):
+        if isinstance(inputs, list | tuple):
+            one_word = all(isinstance(x, Integral) for x in inputs)
+            inputs = torch.tensor(inputs, dtype=torch.long) if one_word else list(inputs)
+        return super().__call__(inputs, **kwargs)
+
+    def preprocess(self, word):
+        letters = self.read_text(word) if isinstance(word, str) else torch.as_tensor(word)
+        if letters.dim() != 1 or len(letters) == 0 or letters.is_floating_point():
+            raise ValueError(
+                f"A word has shape {tuple(letters.shape)} and type {letters.dtype}; it must be text, or whole numbers "
+                "in a row, of at least one letter."
+            )
+        return {"input_ids": letters.long()[None]}
+
+    def read_text(self, text: str) -> torch.Tensor:
+        names = self.model.config.token_names or [str(i) for i in range(self.model.config.vocab_size)]
+        known = {name: number for number, name in enumerate(names)}
+        letters = text.split()
+        for position, letter in enumerate(letters):
+            if letter not in known:
+                some = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                raise ValueError(f"Letter {position} of the word, {letter!r}, is unknown. The letters are: {some}.")
+        return torch.tensor([known[letter] for letter in letters], dtype=torch.long)
+
+    def _forward(self, inputs):
+        classifies_tokens = type(self.model).__name__.endswith("ForTokenClassification")
+        options = {} if classifies_tokens else {"output_prefix_logits": True}
+        output = self.model(**inputs, **options, use_cache=False)
+        return inputs | {"logits": output.logits if classifies_tokens else output.prefix_logits}
+
+    def postprocess(self, outputs):
+        scores, elements = outputs["logits"][0].float().softmax(-1).max(-1)
+        return [
+            self.describe(*entry)
+            for entry in zip(outputs["input_ids"][0].tolist(), elements.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def describe(self, token: int, element: int, score: float) -> dict:
+        config = self.model.config
+        names, label = config.token_names or [], config.id2label[element]
+        return {
+            "token": names[token] if token < len(names) else token,
+            "element": element,
+            "label": label,
+            "permutation": read_permutation(label),
+            "score": score,
+        }
+
+
+def read_permutation(label: str) -> list[int] | None:
+    """The points of a permutation in one-line notation, such as "1 0 2"; None for any other text."""
+    points = [int(part) for part in label.split() if part.isdecimal()]
+    is_permutation = points and len(points) == len(label.split()) and sorted(points) == list(range(len(points)))
+    return points if is_permutation else None
+
+
+class BehaviorCloningPipeline(SequencePipeline):
+    """
+    Observations to actions, as numpy arrays.
+
+    Called with an episode (time, observation_size), or several of one length (batch, time, observation_size), it
+    returns an action for each frame. A list or dataset of episodes gives as many results. An iterator or generator of
+    single observations, each (observation_size,) or, for several environments, (batch, observation_size), gives a
+    generator of actions: it reads an observation when an action is asked for, and keeps a state of its own.
+    """
+
+    heads = ("ForBehaviorCloning",)
+
+    def __call__(self, inputs, **kwargs):
+        if isinstance(inputs, Iterator):
+            self._sanitize_parameters(**kwargs)
+            return self.stream(inputs)
+        if isinstance(inputs, list | tuple):
+            # A list of frames is one episode, a list of episodes several.
+            several = len(inputs) > 0 and np.ndim(inputs[0]) > 1
+            inputs = list(inputs) if several else np.asarray(inputs, dtype=np.float32)
+        return super().__call__(inputs, **kwargs)
+
+    def stream(self, observations: Iterable) -> Iterator[np.ndarray]:
+        """Actions one at a time. Streams and the policy's own control loop do not disturb each other."""
+        states = None
+        for observation in observations:
+            others = self.model.policy_states
+            self.model.policy_states = states
+            try:
+                action = self.model.select_action(observation)
+                states = self.model.policy_states
+            finally:
+                self.model.policy_states = others
+            yield action.float().cpu().numpy()
+
+    def preprocess(self, episode):
+        observations = torch.as_tensor(np.asarray(episode), dtype=self.model.dtype)
+        size = self.model.config.observation_size
+        if observations.dim() not in (2, 3) or observations.shape[-1] != size:
+            raise ValueError(
+                f"observations have shape {tuple(observations.shape)}; they must be (time, {size}) or "
+                f"(batch, time, {size})."
+            )
+        return {"observations": observations}
+
+    def _forward(self, inputs):
+        observations = inputs["observations"]
+        frames = observations if observations.dim() == 3 else observations[None]
+        actions = self.model(observations=frames, use_cache=False).actions
+        return {"actions": actions if observations.dim() == 3 else actions[0]}
+
+    def postprocess(self, outputs):
+        return outputs["actions"].float().numpy()
+
+
+# By task: the pipeline, the Auto class of transformers that loads its model from a checkpoint's own code, and the type
+# of its inputs.
+PIPELINES = {
+    "state-tracking": (StateTrackingPipeline, "AutoModelForSequenceClassification", "text"),
+    "behavior-cloning": (BehaviorCloningPipeline, "AutoModel", "multimodal"),
+}
+
+
+def custom_pipelines(model_class: type) -> dict[str, dict]:
+    """What the configuration of a checkpoint says about the pipelines that can run it."""
+    module = __name__.rpartition(".")[2]
+    return {
+        task: {"impl": f"{module}.{pipeline.__name__}", "pt": [auto_class], "type": input_type}
+        for task, (pipeline, auto_class, input_type) in PIPELINES.items()
+        if model_class.__name__.endswith(pipeline.heads)
+    }
+
+
+__all__ = ["BehaviorCloningPipeline", "StateTrackingPipeline"]
