@@ -8,6 +8,8 @@ import torch
 from .scan_chunkwise import scan_chunkwise
 from .scan_cpu import scan_cpu, unavailable
 from .scan_definition import ScanInputs, ScanState, scan_definition
+from .scan_triton import scan_triton
+from .scan_triton import unavailable as triton_unavailable
 from .sequence_rows import SequenceRows, sequence_rows
 
 
@@ -25,6 +27,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
     "cpu": Backend(scan_cpu, unavailable),
+    "triton": Backend(scan_triton, triton_unavailable),
 }
 
 
@@ -42,7 +45,7 @@ def select_backend(name: str, device: torch.device) -> Backend:
 
 def fastest_backend(device: torch.device) -> str:
     """Compiled code where there is any, else the chunkwise scan."""
-    return "cpu" if BACKENDS["cpu"].unavailable(device) is None else "chunkwise"
+    return next((name for name in ("cpu", "triton") if BACKENDS[name].unavailable(device) is None), "chunkwise")
 
 
 def check_backend_name(name: str) -> None:
