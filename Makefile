@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format data benchmark-cpu benchmark-data clean
+.PHONY: setup test test-slow quality format data benchmark-cpu benchmark-data kernels clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,9 @@ benchmark-cpu: setup
 
 benchmark-data: setup
 	$(RUN) benchmarks/data.py
+
+kernels: setup
+	$(RUN) benchmarks/kernels.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

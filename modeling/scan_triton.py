@@ -12,7 +12,7 @@ from .scan_cpu import NAMESPACE
 from .scan_definition import ScanInputs, ScanState
 from .triton_launch import (
     INPUTS,
-    LARGEST_STATE,
+    LARGEST,
     Settings,
     backward,
     chunk_count,
@@ -21,7 +21,9 @@ from .triton_launch import (
     interpreted,
     kept_dtype,
     make_settings,
+    processors,
 )
+from .triton_self_check import disagreement
 
 logger = logging.get_logger(__name__)
 
@@ -30,13 +32,33 @@ def unavailable(device: torch.device) -> str | None:
     """Why the Triton scan cannot run on a device, or None if it can."""
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
         return f"it runs on CUDA and ROCm devices, and the tensors are on {device.type}"
-    return missing_triton()
+    return fault(device)
 
 
 @torch.compiler.assume_constant_result
+def fault(device: torch.device) -> str | None:
+    """What keeps the kernels from running on a device; a graph takes the answer without tracing it."""
+    return find_fault(device)
+
+
 @cache
-def missing_triton() -> str | None:
-    return None if importlib.util.find_spec("triton") else "Triton is not installed"
+def find_fault(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if interpreted() or os.environ.get("MAMBA3_NPLR_SELF_CHECK") == "0":
+        return None
+    return self_check(device)
+
+
+def self_check(device: torch.device) -> str | None:
+    """Runs small examples of every path before the first use on a device, and warns if they go wrong."""
+    reason = disagreement(scan_triton, device, ((1, 16), (processors(device), 16), (1, 64)))
+    if reason is not None:
+        logger.warning(
+            f"The Triton scan cannot be trusted on {device} and the slower chunkwise scan takes its place: {reason}. "
+            "MAMBA3_NPLR_SELF_CHECK=0 turns this check off."
+        )
+    return reason
 
 
 @torch.library.custom_op(f"{NAMESPACE}::scan_triton", mutates_args=())
@@ -140,9 +162,10 @@ scan_operator.register_autograd(operator_backward, setup_context=keep_for_backwa
 def scan_triton(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Same arguments and results as `scan_definition`; the kernels choose their chunks. u, B, C and k may be bfloat16 or
-    float16. What no kernel can do, float64 and states above 128, runs as the chunkwise scan.
+    float16. What no kernel can do, float64 and more than 128 state elements or channels, runs as the chunkwise scan.
     """
-    if inputs.u.dtype == torch.float64 or inputs.B.shape[-1] > LARGEST_STATE or inputs.u.numel() == 0:
+    largest = max(inputs.B.shape[-1], inputs.u.shape[-1])
+    if inputs.u.dtype == torch.float64 or largest > LARGEST or inputs.u.numel() == 0:
         return scan_chunkwise(inputs, initial, chunk_size)
     y, h, _, _ = scan_operator(*inputs, *initial)
     return y, h

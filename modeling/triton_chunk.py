@@ -6,7 +6,8 @@ With G_t = h_t + c_{t+1} B_t u_t', the state that has the next step's carry alre
     E[t,s] = d_{s+1} ... d_t,  X[t,s] = E[t-1,s] for s < t,  e_t = E[t,start-1],  g_s = w_s + c_{s+1}
     v_t = e_{t-1} k_t'G + sum_{s<t} X[t,s] g_s (k_t.B_s) u_s - c_t (k_t.B_{t-1}) u_{t-1}
     q_t = k_t' h_{t-1}:  (I + M) q = v,  M[t,s] = X[t,s] r_s (k_t.k_s),  T = (I + M)^-1
-    y_t = e_t C_t'G + sum_{s<t} E[t,s] g_s (C_t.B_s) u_s + w_t (C_t.B_t) u_t - sum_{s<=t} E[t,s] r_s (C_t.k_s) q_s + D u_t
+    y_t = e_t C_t'G + sum_{s<t} E[t,s] g_s (C_t.B_s) u_s + w_t (C_t.B_t) u_t
+          - sum_{s<=t} E[t,s] r_s (C_t.k_s) q_s + D u_t
     G  <- E[last,start-1] G + sum_s E[last,s] (g_s B_s u_s' - r_s k_s q_s')
 
 The last term of v takes back the carry that G_{t-1} holds and h_{t-1} does not: it lowers the weight of u_{t-1} from
@@ -21,22 +22,39 @@ import triton.language as tl
 
 
 @triton.jit
-def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b in float32, its operands rounded to the dtype DOT, or as float32 with a precision of Triton's."""
-    return tl.dot(a.to(DOT), b.to(DOT), input_precision=PRECISION)
+def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr, acc=None):
+    """a @ b + acc in float32, with operands rounded to the dtype DOT, or float32 ones read with Triton's PRECISION."""
+    return tl.dot(a.to(DOT), b.to(DOT), acc=acc, input_precision=PRECISION)
 
 
 @triton.jit
-def load_tile(pointer, tokens, inside, columns, WIDTH: tl.constexpr):
-    """Rows `tokens` of a matrix with WIDTH columns; zero where not `inside`, and in columns past WIDTH."""
+def load_tile(pointer, start, heads, i, inside, columns, WIDTH: tl.constexpr):
+    """Rows of a chunk's tokens, from entry `start` on; zero where not `inside`, and in columns past WIDTH."""
+    offsets = i[:, None] * (heads * WIDTH) + columns[None, :]
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(pointer + tokens[:, None] * WIDTH + columns[None, :], mask=mask, other=0.0)
+    return tl.load(pointer + start * WIDTH + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tile(pointer, tokens, inside, columns, WIDTH: tl.constexpr, tile):
+def store_tile(pointer, start, heads, i, inside, columns, WIDTH: tl.constexpr, tile):
+    offsets = i[:, None] * (heads * WIDTH) + columns[None, :]
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    tl.store(pointer + tokens[:, None] * WIDTH + columns[None, :], tile.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointer + start * WIDTH + offsets, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_gate(pointer, start, heads, i, inside):
+    return tl.load(pointer + start + i * heads, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_gate(pointer, start, heads, i, inside, gate):
+    tl.store(pointer + start + i * heads, gate.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_scalar(pointer, index, there):
+    return tl.load(pointer + index, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -47,14 +65,9 @@ def load_vector(pointer, row, there, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_gate(pointer, tokens, inside):
-    return tl.load(pointer + tokens, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_before(pointer, first_pointer, token, stride, pair, chunk, columns, WIDTH: tl.constexpr):
-    """The row of the token before a chunk: of the token `stride` before `token`, or that of `first_pointer`."""
-    row = load_vector(pointer, token - stride, chunk > 0, columns, WIDTH)
+def load_before(pointer, first_pointer, start, heads, pair, chunk, columns, WIDTH: tl.constexpr):
+    """The row of the token before a chunk; before the first chunk it is in `first_pointer`."""
+    row = load_vector(pointer, start - heads, chunk > 0, columns, WIDTH)
     return row + load_vector(first_pointer, pair, chunk == 0, columns, WIDTH)
 
 
@@ -74,30 +87,52 @@ def store_matrix(pointer, index, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.
 
 
 @triton.jit
-def decays(log_decay, i):
-    """
-    E (zero above the diagonal), X (zero on it too), e_t, e_{t-1}, E[last,t] and E[last,start-1].
+def load_inverse(pointer, index, i, CHUNK: tl.constexpr):
+    """T as `store_inverse` left it: its 16 x 16 blocks above the diagonal are zero and not stored."""
+    stored = (i // 16)[:, None] >= (i // 16)[None, :]
+    return tl.load(pointer + index * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :], mask=stored, other=0.0)
 
-    Cumulated logarithms are kept in two parts, multiples of 2^-8 whose sums are exact, and rests whose sums are small,
-    so that differences of large sums lose no digits. exp(-100) is 0 beside anything in float32.
+
+@triton.jit
+def store_inverse(pointer, index, i, CHUNK: tl.constexpr, T):
+    stored = (i // 16)[:, None] >= (i // 16)[None, :]
+    tl.store(pointer + index * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :], T, mask=stored)
+
+
+@triton.jit
+def sum_logs(log_decay):
+    """
+    a_t = log d_start + ... + log d_t, a_{t-1} and a_last, each in two parts: multiples of 2^-8, whose sums are exact,
+    and rests, whose sums are small, so that differences of large sums lose no digits. exp(-100) is 0 beside anything
+    in float32.
     """
     log_decay = tl.where(log_decay < -100.0, -100.0, log_decay)
     coarse = tl.floor(log_decay * 256.0 + 0.5) / 256.0
     fine = log_decay - coarse
-    coarse_sum, fine_sum = tl.cumsum(coarse, 0), tl.cumsum(fine, 0)
-    coarse_all, fine_all = tl.sum(coarse, 0), tl.sum(fine, 0)
-    coarse_before, fine_before = coarse_sum - coarse, fine_sum - fine
-    log_E = (coarse_sum[:, None] - coarse_sum[None, :]) + (fine_sum[:, None] - fine_sum[None, :])
-    log_X = (coarse_before[:, None] - coarse_sum[None, :]) + (fine_before[:, None] - fine_sum[None, :])
-    E = tl.exp(tl.where(i[:, None] >= i[None, :], log_E, float("-inf")))
-    X = tl.exp(tl.where(i[:, None] > i[None, :], log_X, float("-inf")))
-    e, e_before = tl.exp(coarse_sum + fine_sum), tl.exp(coarse_before + fine_before)
-    to_end = tl.exp((coarse_all - coarse_sum) + (fine_all - fine_sum))
-    return E, X, e, e_before, to_end, tl.exp(coarse_all + fine_all)
+    a = (tl.cumsum(coarse, 0), tl.cumsum(fine, 0))
+    return a, (a[0] - coarse, a[1] - fine), (tl.sum(coarse, 0), tl.sum(fine, 0))
 
 
 @triton.jit
-def write_weights(w, g, i, LAG: tl.constexpr):
+def decay_since(a, b):
+    """exp(a - b) of two such sums."""
+    return tl.exp((a[0] - b[0]) + (a[1] - b[1]))
+
+
+@triton.jit
+def decay_from_start(a):
+    return tl.exp(a[0] + a[1])
+
+
+@triton.jit
+def decay_matrix(a, b, i, LAG: tl.constexpr):
+    """exp(a_t - b_s) for s <= t - LAG, else 0: E of (a_t, a_s) with LAG 0, X of (a_{t-1}, a_s) with LAG 1."""
+    logs = (a[0][:, None] - b[0][None, :]) + (a[1][:, None] - b[1][None, :])
+    return tl.exp(tl.where(i[:, None] >= i[None, :] + LAG, logs, float("-inf")))
+
+
+@triton.jit
+def weight_matrix(w, g, i, LAG: tl.constexpr):
     """g_s, but w_s where s = t - LAG: the newest token, whose carry is still to come."""
     return tl.where(i[:, None] == i[None, :] + LAG, w[None, :], g[None, :])
 
@@ -116,15 +151,9 @@ def unit_lower_inverse(M, i, CHUNK: tl.constexpr, EXACT: tl.constexpr):
         row = tl.sum(tl.where((i % 16 == j)[:, None], T, 0.0), 0)
         T -= tl.where(same_block, column[:, None] * row[None, :], 0.0)
     if CHUNK == 32:
-        T -= dot(T, dot(tl.where(same_block, 0.0, M), T, tl.float32, EXACT), tl.float32, EXACT)
+        between = dot(tl.where(same_block, 0.0, -M), T, tl.float32, EXACT)
+        T = dot(T, between, tl.float32, EXACT, acc=T)
     return T
-
-
-@triton.jit
-def load_inverse(T_pointer, index, i, CHUNK: tl.constexpr):
-    """T as `solve_kernel` keeps it: its 16 x 16 blocks above the diagonal are zero and not stored."""
-    stored = (i // 16)[:, None] >= (i // 16)[None, :]
-    return tl.load(T_pointer + index * (CHUNK * CHUNK) + i[:, None] * CHUNK + i[None, :], mask=stored, other=0.0)
 
 
 @triton.jit
@@ -139,17 +168,11 @@ def last_row(i, values, row, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def projections(
-    u, k, G, V, T, e_before, taken_back, u_before, i, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr
-):
-    """q = T v; `taken_back` is c_t (k_t . B_before), of which the first entry counts."""
-    v = dot(V, u, DOT, PRECISION) + e_before[:, None] * dot(k, G, DOT, PRECISION)
-    v -= first_row(i, taken_back, u_before)
-    return dot(T, v, tl.float32, EXACT)
-
-
-@triton.jit
-def projection_gradients(dy, k, dG, CkE, T, to_end, r, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
-    """dv = T' dq, where dq is what y and the state after the chunk give; CkE is E[t,s] (C_t . k_s)."""
-    dq = -dot(tl.trans(CkE), dy, DOT, PRECISION) - to_end[:, None] * dot(k, dG, DOT, PRECISION)
-    return dot(tl.trans(T), r[:, None] * dq, tl.float32, EXACT)
+def pair_gradients(a, b, dab, decay, weights, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """
+    For sums over decay[t,s] weights[t,s] (a_t.b_s) x_s with dab[t,s] the product of x_s and the sum's gradient at t:
+    the gradients of a_t.b_s and of the weights, and of the logarithm of the decay summed over s and over t.
+    """
+    dweights = dab * decay * dot(a, tl.trans(b), DOT, PRECISION)
+    dlogs = dweights * weights
+    return dab * decay * weights, dweights, tl.sum(dlogs, 1), tl.sum(dlogs, 0)

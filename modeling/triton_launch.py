@@ -1,4 +1,4 @@
-"""Which kernels of `scan_triton_kernels` run, with which settings, and their launches. Imports Triton at the first one."""
+"""Which kernels of `scan_triton_kernels` run, with which settings, and their launches; the first imports Triton."""
 
 import os
 from contextlib import nullcontext
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-# Beyond these the tiles of a chunk no longer fit a processor of the GPU.
-LARGEST_STATE = 128
+# Of n and channels; the tiles of a chunk of larger ones do not fit a multiprocessor of a GPU.
+LARGEST = 128
 LARGEST_FUSED = 32
 WIDEST_BLOCK = 64
-NARROWEST = 16
+NARROW_BLOCK = 32
 
 INPUTS = ("u", "B", "C", "log_decay", "write", "carry", "k", "reflection", "D", "h0", "B0", "u0")
 
@@ -34,12 +34,14 @@ class Settings(NamedTuple):
 
 
 def make_settings(n: int, channels: int, dtype: torch.dtype, exact: str = "tf32x3") -> Settings:
-    N, P = (max(NARROWEST, 1 << (size - 1).bit_length()) for size in (n, channels))
+    N, P = (max(16, 1 << (size - 1).bit_length()) for size in (n, channels))
     small = max(N, P) <= LARGEST_FUSED
     # A tf32 operand holds all digits of float16 and, unlike float16, all values of a state.
     DOT = "bf16" if dtype == torch.bfloat16 else "fp32"
     PRECISION = "tf32" if dtype == torch.float16 and exact == "tf32x3" else exact
-    return Settings(n, channels, N, P, 16 if small else 32, DOT, PRECISION, exact)
+    # Longer chunks keep fewer states, and need registers that float32 operands have taken.
+    CHUNK = 16 if small or DOT == "fp32" else 32
+    return Settings(n, channels, N, P, CHUNK, DOT, PRECISION, exact)
 
 
 def chunk_count(length: int, settings: Settings) -> int:
@@ -72,14 +74,14 @@ def warps(kernel: str, settings: Settings) -> int:
         return 1
     if settings.small:
         return 1 if settings.N * settings.P <= 512 else 2
-    return 4 if max(settings.N, settings.P) <= 64 else 8
+    return 4 if kernel == "step_kernel" else 8
 
 
 def blocks(pairs: int, settings: Settings, device: torch.device) -> tuple[int, int]:
     """Width and number of the blocks of channels in kernels that run through the sequence."""
     width = min(settings.P, WIDEST_BLOCK)
     if pairs * -(-settings.P // width) < processors(device):
-        width = NARROWEST
+        width = min(settings.P, NARROW_BLOCK)
     return width, -(-settings.channels // width)
 
 
@@ -111,6 +113,8 @@ def launch(kernel: str, grid: tuple[int, ...], settings: Settings, tensors: dict
     sizes = {name: size for name, size in (("length", length), ("heads", heads)) if name in function.arg_names}
     # Some architectures have been seen to corrupt results of pipelined loops with more than one stage.
     options = {"num_warps": warps(kernel, settings), "num_stages": 1}
+    if not interpreted():
+        options["enable_fp_fusion"] = True
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         function[grid](**pointers, **sizes, **constants(kernel, settings, tensors, **more), **options)
     for name, x in given.items():
@@ -153,7 +157,7 @@ def backward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> Non
     tensors = tensors | {"dG": dG, "dv": dv}
     width, count = blocks(pairs, settings, device)
     launch("backward_state_kernel", (pairs, count), settings, tensors, P=width)
-    launch("backward_chunk_kernel", (chunks, pairs), settings, tensors, P=min(settings.P, WIDEST_BLOCK))
+    launch("backward_chunk_kernel", (chunks, pairs), settings, tensors)
 
 
 def fused(pairs: int, settings: Settings, device: torch.device) -> bool:
