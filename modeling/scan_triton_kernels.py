@@ -495,8 +495,8 @@ def backward_chunk_kernel(
         pair, chunk, dG, k_next, dv_next, c_next, length, heads,
         n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, True, DOT, PRECISION, EXACT,
     )  # fmt: skip
-    if HAS_CARRY:  # known when compiling, and so apart from the next condition
-        if chunk == 0:  # noqa: SIM102
+    if HAS_CARRY:  # noqa: SIM102, this is known when compiling, and the next is not
+        if chunk == 0:
             dG0 = load_matrix(dh0_ptr, pair, True, rows, columns, n, channels)
             first = first_token(pair, 0, length, heads, CHUNK)
             initial_gradients(
