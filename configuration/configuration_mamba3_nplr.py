@@ -73,7 +73,7 @@ class Mamba3NPLRConfig(PreTrainedConfig):
             the mean over episodes, instead of weighing all frames alike.
         label_smoothing (`float`, defaults to 0.0): Label smoothing of the classification losses.
         scan_backend (`str`, defaults to `"auto"`): Which implementation of the scan to run: `"reference"`,
-            `"chunkwise"`, `"cpu"` (compiled code), or the fastest that can run here.
+            `"chunkwise"`, `"cpu"` (compiled code), `"triton"` (GPUs), or the fastest that can run here.
         use_cache (`bool`, defaults to `True`): Whether the model returns its state outside training.
         pad_token_id (`int`, *optional*): Token that sequence classification takes for padding if no mask is given.
         bos_token_id (`int`, *optional*): Kept for tokenizers; the model does not use it.

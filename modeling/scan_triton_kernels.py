@@ -224,22 +224,28 @@ def backward_state_kernel(
     store_matrix(dh0_ptr, pair, rows, columns, n, channels, dG)
 
 
+# The backward pass of a chunk is cut into phases, each of which loads its tiles from a cache once more, past a barrier:
+# kept in registers from their first use on, they would spill. `place` is (pair, chunk, chunks, start, remaining, heads).
+
+
 @triton.jit
-def load_gates(log_decay_ptr, write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY: tl.constexpr):
-    """The sums of log d, e_t, e_{t-1}, E[last,t], w and g."""
+def load_gates(inputs, place, i, HAS_CARRY: tl.constexpr):
+    """The sums of log d up to t, up to t - 1 and to the end, then w and g."""
+    _, _, _, log_decay_ptr, write_ptr, carry_ptr, _, _, _ = inputs
+    _, _, _, start, remaining, heads = place
     a, a_before, a_last = sum_logs(load_gate(log_decay_ptr, start, heads, i, i < remaining))
     w, g = load_weights(write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY)
-    e, e_before, to_end = decay_from_start(a), decay_from_start(a_before), decay_since(a_last, a)
-    return a, a_before, a_last, e, e_before, to_end, w, g
+    return a, a_before, a_last, w, g
 
 
 @triton.jit
 def load_start(
-    kept_ptr, initial, carry_ptr, pair, chunk, chunks, start, rows, columns,
-    n: tl.constexpr, channels: tl.constexpr, HAS_CARRY: tl.constexpr,
-):  # fmt: skip
+    inputs, initial, kept_ptr, place, rows, columns, n: tl.constexpr, channels: tl.constexpr, HAS_CARRY: tl.constexpr
+):
     """G at the start of a chunk: kept, or for the first chunk made of the initial state and its carry."""
+    _, _, _, _, _, carry_ptr, _, _, _ = inputs
     h0_ptr, B0_ptr, u0_ptr = initial
+    pair, chunk, chunks, start, _, _ = place
     G = load_matrix(kept_ptr, pair * (chunks - 1) + chunk - 1, chunk > 0, rows, columns, n, channels)
     G += load_matrix(h0_ptr, pair, chunk == 0, rows, columns, n, channels)
     if HAS_CARRY:
@@ -247,6 +253,198 @@ def load_start(
         u0 = load_vector(u0_ptr, pair, chunk == 0, columns, channels)
         G += load_scalar(carry_ptr, start, True) * B0[:, None] * u0[None, :]
     return G
+
+
+@triton.jit
+def projections_and_gradients(
+    inputs, initial, kept_ptr, T_ptr, dy_ptr, place, dG,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, SOLVED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """q and dv."""
+    u_ptr, B_ptr, C_ptr, _, _, carry_ptr, k_ptr, reflection_ptr, _ = inputs
+    _, B0_ptr, u0_ptr = initial
+    pair, chunk, chunks, start, remaining, heads = place
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < remaining
+    a, a_before, a_last, w, g = load_gates(inputs, place, i, HAS_CARRY)
+    k = load_tile(k_ptr, start, heads, i, inside, rows, n)
+    r = load_gate(reflection_ptr, start, heads, i, inside)
+    X = decay_matrix(a_before, a, i, 1)
+    if SOLVED:
+        T = load_inverse(T_ptr, pair * chunks + chunk, i, CHUNK)
+    else:
+        T = unit_lower_inverse(dot(k, tl.trans(k), DOT, PRECISION) * X * r[None, :], i, CHUNK, EXACT)
+    G = load_start(inputs, initial, kept_ptr, place, rows, columns, n, channels, HAS_CARRY)
+    v = decay_from_start(a_before)[:, None] * dot(k, G, DOT, PRECISION)
+    if HAS_CARRY:
+        B_before = load_before(B_ptr, B0_ptr, start, heads, pair, chunk, rows, n)
+        u_before = load_before(u_ptr, u0_ptr, start, heads, pair, chunk, columns, channels)
+        c = load_scalar(carry_ptr, start, True)
+        v -= first_row(i, c * tl.sum(k.to(tl.float32) * B_before[None, :], 1), u_before)
+    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
+    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
+    V = dot(k, tl.trans(B), DOT, PRECISION) * X * weight_matrix(w, g, i, 1)
+    q = dot(T, dot(V, u, DOT, PRECISION, acc=v), tl.float32, EXACT)
+    tl.debug_barrier()
+    k = load_tile(k_ptr, start, heads, i, inside, rows, n)
+    C = load_tile(C_ptr, start, heads, i, inside, rows, n)
+    dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
+    return q, projection_gradients(dy, C, k, dG, T, a, a_last, r, i, DOT, PRECISION, EXACT)
+
+
+@triton.jit
+def write_value_gradients(
+    inputs, dy_ptr, du_ptr, dD_ptr, place, dG, dv, k_next, dv_next, c_next,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, HAS_D: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """
+    Writes du and dD. Returns B.k and u.dv with the next chunk's first token, of which the last entries count: that
+    token takes back a part of the last one here.
+    """
+    u_ptr, B_ptr, C_ptr, _, _, _, k_ptr, _, D_ptr = inputs
+    pair, chunk, chunks, start, remaining, heads = place
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < remaining
+    a, a_before, a_last, w, g = load_gates(inputs, place, i, HAS_CARRY)
+    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
+    du = (decay_since(a_last, a) * g)[:, None] * dot(B, dG, DOT, PRECISION)
+    if HAS_REFLECTION:
+        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
+        V = dot(k, tl.trans(B), DOT, PRECISION) * decay_matrix(a_before, a, i, 1) * weight_matrix(w, g, i, 1)
+        du = dot(tl.trans(V), dv, DOT, PRECISION, acc=du)
+    C = load_tile(C_ptr, start, heads, i, inside, rows, n)
+    dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
+    W = dot(C, tl.trans(B), DOT, PRECISION) * decay_matrix(a, a, i, 0) * weight_matrix(w, g, i, 0)
+    du = dot(tl.trans(W), dy, DOT, PRECISION, acc=du)
+    u = load_tile(u_ptr, start, heads, i, inside, columns, channels).to(tl.float32)
+    if HAS_D:
+        du += load_scalar(D_ptr, pair % heads, True) * dy.to(tl.float32)
+        tl.store(dD_ptr + pair * chunks + chunk, tl.sum(u * dy.to(tl.float32)))
+    Bk_next, udv_next = w, w
+    if HAS_CARRY and HAS_REFLECTION:
+        Bk_next = tl.sum(B.to(tl.float32) * k_next[None, :], 1)
+        udv_next = tl.sum(u * dv_next[None, :], 1)
+        du -= last_row(i, c_next * Bk_next, dv_next, CHUNK)
+    store_tile(du_ptr, start, heads, i, inside, columns, channels, du)
+    return Bk_next, udv_next
+
+
+@triton.jit
+def state_terms(
+    inputs, initial, kept_ptr, dy_ptr, place, dG, q, dv,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """
+    What G and dG give. Returns dB, dC and dk; dw, dg and dr; the gradients of products of decays, summed over the last
+    step of the products (`ending`; `ending_before` where that is t - 1) and over the step before their first
+    (`starting`), and of those that reach to the end of the chunk; and dG at the start.
+    """
+    u_ptr, B_ptr, C_ptr, _, _, _, k_ptr, reflection_ptr, _ = inputs
+    _, _, _, start, remaining, heads = place
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < remaining
+    a, a_before, a_last, _, g = load_gates(inputs, place, i, HAS_CARRY)
+    to_end = decay_since(a_last, a)
+    G = load_start(inputs, initial, kept_ptr, place, rows, columns, n, channels, HAS_CARRY)
+    past_end = decay_from_start(a_last) * tl.sum(G * dG)
+    C = load_tile(C_ptr, start, heads, i, inside, rows, n)
+    dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
+    dC = decay_from_start(a)[:, None] * dot(dy, tl.trans(G), DOT, PRECISION)
+    ending = tl.sum(C.to(tl.float32) * dC, 1)
+    ending_before = tl.zeros_like(ending)
+    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
+    dB = to_end[:, None] * dot(u, tl.trans(dG), DOT, PRECISION)
+    dw = tl.sum(load_tile(B_ptr, start, heads, i, inside, rows, n).to(tl.float32) * dB, 1)
+    dB *= g[:, None]
+    starting = g * dw
+    k, dk, dr = C, dB, dw
+    if HAS_REFLECTION:
+        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
+        r = load_gate(reflection_ptr, start, heads, i, inside)
+        dk = -to_end[:, None] * dot(q, tl.trans(dG), DOT, PRECISION)
+        dr = tl.sum(k.to(tl.float32) * dk, 1)
+        starting += r * dr
+        dk_start = decay_from_start(a_before)[:, None] * dot(dv, tl.trans(G), DOT, PRECISION)
+        ending_before += tl.sum(k.to(tl.float32) * dk_start, 1)
+        dk = r[:, None] * dk + dk_start
+    past_end += tl.sum(starting, 0)
+    dG = state_gradient(dG, dy, dv, C, k, a, a_before, a_last, HAS_REFLECTION, DOT, PRECISION)
+    return dB, dC, dk, dw, dw, dr, ending, ending_before, starting, past_end, dG
+
+
+@triton.jit
+def readout_terms(
+    inputs, dy_ptr, dC_ptr, place, q, dB, dC, dk, dw, dg, dr, ending, starting,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the terms of C_t.B_s and C_t.k_s and writes dC."""
+    u_ptr, B_ptr, C_ptr, _, _, _, k_ptr, reflection_ptr, _ = inputs
+    _, _, _, start, remaining, heads = place
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < remaining
+    a, _, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
+    E = decay_matrix(a, a, i, 0)
+    C = load_tile(C_ptr, start, heads, i, inside, rows, n)
+    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
+    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
+    dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
+    dyu = dot(dy, tl.trans(u), DOT, PRECISION)
+    dCB, dweights, of_t, of_s = pair_gradients(C, B, dyu, E, weight_matrix(w, g, i, 0), DOT, PRECISION)
+    dC = dot(dCB, B, DOT, PRECISION, acc=dC)
+    dB = dot(tl.trans(dCB), C, DOT, PRECISION, acc=dB)
+    dw += tl.sum(dweights, 0)
+    dg += tl.sum(tl.where(i[:, None] > i[None, :], dweights, 0.0), 0)
+    ending += of_t
+    starting += of_s
+    if HAS_REFLECTION:
+        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
+        strengths = tl.broadcast_to(load_gate(reflection_ptr, start, heads, i, inside)[None, :], CHUNK, CHUNK)
+        dyq = -dot(dy, tl.trans(q), DOT, PRECISION)
+        dCk, dweights, of_t, of_s = pair_gradients(C, k, dyq, E, strengths, DOT, PRECISION)
+        dC = dot(dCk, k, DOT, PRECISION, acc=dC)
+        dk = dot(tl.trans(dCk), C, DOT, PRECISION, acc=dk)
+        dr += tl.sum(dweights, 0)
+        ending += of_t
+        starting += of_s
+    store_tile(dC_ptr, start, heads, i, inside, rows, n, dC)
+    return dB, dk, dw, dg, dr, ending, starting
+
+
+@triton.jit
+def projection_terms(
+    inputs, place, q, dv, dB, dk, dw, dg, dr, ending_before, starting,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the terms of k_t.k_s and k_t.B_s."""
+    u_ptr, B_ptr, _, _, _, _, k_ptr, reflection_ptr, _ = inputs
+    _, _, _, start, remaining, heads = place
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < remaining
+    a, a_before, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
+    X = decay_matrix(a_before, a, i, 1)
+    k = load_tile(k_ptr, start, heads, i, inside, rows, n)
+    strengths = tl.broadcast_to(load_gate(reflection_ptr, start, heads, i, inside)[None, :], CHUNK, CHUNK)
+    dvq = -dot(dv, tl.trans(q), DOT, PRECISION)
+    dkk, dweights, of_t, of_s = pair_gradients(k, k, dvq, X, strengths, DOT, PRECISION)
+    dk = dot(dkk + tl.trans(dkk), k, DOT, PRECISION, acc=dk)
+    dr += tl.sum(dweights, 0)
+    ending_before += of_t
+    starting += of_s
+    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
+    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
+    dvu = dot(dv, tl.trans(u), DOT, PRECISION)
+    dkB, dweights, of_t, of_s = pair_gradients(k, B, dvu, X, weight_matrix(w, g, i, 1), DOT, PRECISION)
+    dk = dot(dkB, B, DOT, PRECISION, acc=dk)
+    dB = dot(tl.trans(dkB), k, DOT, PRECISION, acc=dB)
+    dw += tl.sum(dweights, 0)
+    dg += tl.sum(tl.where(i[:, None] > i[None, :] + 1, dweights, 0.0), 0)
+    return dB, dk, dw, dg, dr, ending_before + of_t, starting + of_s
 
 
 @triton.jit
@@ -260,149 +458,43 @@ def chunk_gradients(
     Writes the gradients of all inputs of a chunk, given dG at its end and of the chunk after it the first token's k, dv
     and carry. Returns dG at its start and its own first token's k, dv and carry.
     """
-    u_ptr, B_ptr, C_ptr, log_decay_ptr, write_ptr, carry_ptr, k_ptr, reflection_ptr, D_ptr = inputs
+    u_ptr, B_ptr, _, _, _, carry_ptr, k_ptr, _, _ = inputs
     _, B0_ptr, u0_ptr = initial
     du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr = gradients
     i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
-    chunks, remaining = tl.cdiv(length, CHUNK), length - chunk * CHUNK
-    start, inside = first_token(pair, chunk, length, heads, CHUNK), i < remaining
-    a, a_before, a_last, e, e_before, to_end, w, g = load_gates(
-        log_decay_ptr, write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY
-    )
-    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
-    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
-    G = load_start(kept_ptr, initial, carry_ptr, pair, chunk, chunks, start, rows, columns, n, channels, HAS_CARRY)
+    start, remaining = first_token(pair, chunk, length, heads, CHUNK), length - chunk * CHUNK
+    place = (pair, chunk, tl.cdiv(length, CHUNK), start, remaining, heads)
+    inside = i < remaining
+    q, dv = dG, dG
+    if HAS_REFLECTION:
+        q, dv = projections_and_gradients(
+            inputs, initial, kept_ptr, T_ptr, dy_ptr, place, dG,
+            n, channels, N, P, CHUNK, HAS_CARRY, SOLVED, DOT, PRECISION, EXACT,
+        )  # fmt: skip
+        tl.debug_barrier()
+    Bk_next, udv_next = write_value_gradients(
+        inputs, dy_ptr, du_ptr, dD_ptr, place, dG, dv, k_next, dv_next, c_next,
+        n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, DOT, PRECISION,
+    )  # fmt: skip
+    tl.debug_barrier()
+    dB, dC, dk, dw, dg, dr, ending, ending_before, starting, past_end, dG = state_terms(
+        inputs, initial, kept_ptr, dy_ptr, place, dG, q, dv,
+        n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, DOT, PRECISION,
+    )  # fmt: skip
+    tl.debug_barrier()
+    dB, dk, dw, dg, dr, ending, starting = readout_terms(
+        inputs, dy_ptr, dC_ptr, place, q, dB, dC, dk, dw, dg, dr, ending, starting,
+        n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, DOT, PRECISION,
+    )  # fmt: skip
+    tl.debug_barrier()
     c = 0.0
     if HAS_CARRY:
         c = load_scalar(carry_ptr, start, True)
-        B_before = load_before(B_ptr, B0_ptr, start, heads, pair, chunk, rows, n)
-        u_before = load_before(u_ptr, u0_ptr, start, heads, pair, chunk, columns, channels)
-
-    k, dv = B, u
     if HAS_REFLECTION:
-        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
-        r = load_gate(reflection_ptr, start, heads, i, inside)
-        X = decay_matrix(a_before, a, i, 1)
-        if SOLVED:
-            T = load_inverse(T_ptr, pair * chunks + chunk, i, CHUNK)
-        else:
-            T = unit_lower_inverse(dot(k, tl.trans(k), DOT, PRECISION) * X * r[None, :], i, CHUNK, EXACT)
-        v = e_before[:, None] * dot(k, G, DOT, PRECISION)
-        if HAS_CARRY:
-            v -= first_row(i, c * tl.sum(k.to(tl.float32) * B_before[None, :], 1), u_before)
-        V = dot(k, tl.trans(B), DOT, PRECISION) * X * weight_matrix(w, g, i, 1)
-        q = dot(T, dot(V, u, DOT, PRECISION, acc=v), tl.float32, EXACT)
-        # Past a barrier tiles are loaded once more, from a cache: kept from their first use on, they would spill.
-        tl.debug_barrier()
-        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
-        C = load_tile(C_ptr, start, heads, i, inside, rows, n)
-        dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
-        dv = projection_gradients(dy, C, k, dG, T, a, a_last, r, i, DOT, PRECISION, EXACT)
-        tl.debug_barrier()
-        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
-    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
-    C = load_tile(C_ptr, start, heads, i, inside, rows, n)
-    dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
-    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
-    a, a_before, a_last, e, e_before, to_end, w, g = load_gates(
-        log_decay_ptr, write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY
-    )
-    du = (to_end * g)[:, None] * dot(B, dG, DOT, PRECISION)
-    if HAS_REFLECTION:
-        V = dot(k, tl.trans(B), DOT, PRECISION) * decay_matrix(a_before, a, i, 1) * weight_matrix(w, g, i, 1)
-        du = dot(tl.trans(V), dv, DOT, PRECISION, acc=du)
-    W = dot(C, tl.trans(B), DOT, PRECISION) * decay_matrix(a, a, i, 0) * weight_matrix(w, g, i, 0)
-    du = dot(tl.trans(W), dy, DOT, PRECISION, acc=du)
-    if HAS_D:
-        du += load_scalar(D_ptr, pair % heads, True) * dy.to(tl.float32)
-        tl.store(dD_ptr + pair * chunks + chunk, tl.sum(u.to(tl.float32) * dy.to(tl.float32)))
-    if HAS_CARRY and HAS_REFLECTION:
-        # What the first token of the next chunk takes back of the last token here.
-        Bk_next = tl.sum(B.to(tl.float32) * k_next[None, :], 1)
-        udv_next = tl.sum(u.to(tl.float32) * dv_next[None, :], 1)
-        du -= last_row(i, c_next * Bk_next, dv_next, CHUNK)
-    store_tile(du_ptr, start, heads, i, inside, columns, channels, du)
-
-    u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
-    dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
-    B = load_tile(B_ptr, start, heads, i, inside, rows, n)
-    C = load_tile(C_ptr, start, heads, i, inside, rows, n)
-    a, a_before, a_last, e, e_before, to_end, w, g = load_gates(
-        log_decay_ptr, write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY
-    )
-    G = load_start(kept_ptr, initial, carry_ptr, pair, chunk, chunks, start, rows, columns, n, channels, HAS_CARRY)
-    # Terms with the states: C with G, B with dG.
-    dC = e[:, None] * dot(dy, tl.trans(G), DOT, PRECISION)
-    ending = tl.sum(C.to(tl.float32) * dC, 1)
-    dB = to_end[:, None] * dot(u, tl.trans(dG), DOT, PRECISION)
-    dw = tl.sum(B.to(tl.float32) * dB, 1)
-    dg, starting = dw, g * dw
-    past_end = decay_from_start(a_last) * tl.sum(G * dG) + tl.sum(starting, 0)
-    dB *= g[:, None]
-    # Terms of C_t.B_s. Each entry [t,s] of a sum belongs to the decays of the steps s + 1 to t, or t - 1 with X.
-    dyu = dot(dy, tl.trans(u), DOT, PRECISION)
-    dCB, dweights, of_t, of_s = pair_gradients(
-        C, B, dyu, decay_matrix(a, a, i, 0), weight_matrix(w, g, i, 0), DOT, PRECISION
-    )
-    dC = dot(dCB, B, DOT, PRECISION, acc=dC)
-    dB = dot(tl.trans(dCB), C, DOT, PRECISION, acc=dB)
-    dw += tl.sum(dweights, 0)
-    dg += tl.sum(tl.where(i[:, None] > i[None, :], dweights, 0.0), 0)
-    ending += of_t
-    starting += of_s
-    ending_before = tl.zeros_like(ending)
-    if HAS_REFLECTION:
-        # Terms of C_t.k_s.
-        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
-        r = load_gate(reflection_ptr, start, heads, i, inside)
-        strengths = tl.broadcast_to(r[None, :], CHUNK, CHUNK)
-        dyq = -dot(dy, tl.trans(q), DOT, PRECISION)
-        dCk, dweights, of_t, of_s = pair_gradients(C, k, dyq, decay_matrix(a, a, i, 0), strengths, DOT, PRECISION)
-        dC = dot(dCk, k, DOT, PRECISION, acc=dC)
-        dk = dot(tl.trans(dCk), C, DOT, PRECISION)
-        dr = tl.sum(dweights, 0)
-        ending += of_t
-        starting += of_s
-    dG_start = state_gradient(dG, dy, dv, C, k, a, a_before, a_last, HAS_REFLECTION, DOT, PRECISION)
-    store_tile(dC_ptr, start, heads, i, inside, rows, n, dC)
-    if HAS_REFLECTION:
-        k = load_tile(k_ptr, start, heads, i, inside, rows, n)
-        r = load_gate(reflection_ptr, start, heads, i, inside)
-        a, a_before, a_last, e, e_before, to_end, w, g = load_gates(
-            log_decay_ptr, write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY
-        )
-        # Terms of k with G and dG.
-        G = load_start(kept_ptr, initial, carry_ptr, pair, chunk, chunks, start, rows, columns, n, channels, HAS_CARRY)
-        dk_start = e_before[:, None] * dot(dv, tl.trans(G), DOT, PRECISION)
-        ending_before += tl.sum(k.to(tl.float32) * dk_start, 1)
-        dk += dk_start
-        dk_end = -to_end[:, None] * dot(q, tl.trans(dG), DOT, PRECISION)
-        dr_end = tl.sum(k.to(tl.float32) * dk_end, 1)
-        dk += r[:, None] * dk_end
-        dr += dr_end
-        starting += r * dr_end
-        past_end += tl.sum(r * dr_end, 0)
-        # Terms of k_t.k_s.
-        X = decay_matrix(a_before, a, i, 1)
-        dvq = -dot(dv, tl.trans(q), DOT, PRECISION)
-        strengths = tl.broadcast_to(r[None, :], CHUNK, CHUNK)
-        dkk, dweights, of_t, of_s = pair_gradients(k, k, dvq, X, strengths, DOT, PRECISION)
-        dk = dot(dkk + tl.trans(dkk), k, DOT, PRECISION, acc=dk)
-        dr += tl.sum(dweights, 0)
-        ending_before += of_t
-        starting += of_s
-        store_gate(dreflection_ptr, start, heads, i, inside, dr)
-        # Terms of k_t.B_s.
-        B = load_tile(B_ptr, start, heads, i, inside, rows, n)
-        u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
-        dvu = dot(dv, tl.trans(u), DOT, PRECISION)
-        dkB, dweights, of_t, of_s = pair_gradients(k, B, dvu, X, weight_matrix(w, g, i, 1), DOT, PRECISION)
-        dk = dot(dkB, B, DOT, PRECISION, acc=dk)
-        dB = dot(tl.trans(dkB), k, DOT, PRECISION, acc=dB)
-        dw += tl.sum(dweights, 0)
-        dg += tl.sum(tl.where(i[:, None] > i[None, :] + 1, dweights, 0.0), 0)
-        ending_before += of_t
-        starting += of_s
+        dB, dk, dw, dg, dr, ending_before, starting = projection_terms(
+            inputs, place, q, dv, dB, dk, dw, dg, dr, ending_before, starting,
+            n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION,
+        )  # fmt: skip
         if HAS_CARRY:
             dB -= last_row(i, c_next * udv_next, k_next, CHUNK)
             dg -= tl.where(i == CHUNK - 1, Bk_next * udv_next, 0.0)
@@ -412,13 +504,14 @@ def chunk_gradients(
             k_next = load_vector(k_ptr, start, True, rows, n)
             dv_next = tl.sum(tl.where((i == 0)[:, None], dv, 0.0), 0)
         store_tile(dk_ptr, start, heads, i, inside, rows, n, dk)
+        store_gate(dreflection_ptr, start, heads, i, inside, dr)
     store_tile(dB_ptr, start, heads, i, inside, rows, n, dB)
     store_gate(dwrite_ptr, start, heads, i, inside, dw)
-    dlog_decay = tl.cumsum(ending + ending_before - starting, 0, reverse=True) + past_end - ending_before
-    store_gate(dlog_decay_ptr, start, heads, i, inside, dlog_decay)
     if HAS_CARRY:
         store_gate(dcarry_ptr, start + heads, heads, i, i < remaining - 1, dg)
-    return dG_start, k_next, dv_next, c
+    dlog_decay = tl.cumsum(ending + ending_before - starting, 0, reverse=True) + past_end - ending_before
+    store_gate(dlog_decay_ptr, start, heads, i, inside, dlog_decay)
+    return dG, k_next, dv_next, c
 
 
 @triton.jit
