@@ -225,7 +225,8 @@ def backward_state_kernel(
 
 
 # The backward pass of a chunk is cut into phases, each of which loads its tiles from a cache once more, past a barrier:
-# kept in registers from their first use on, they would spill. `place` is (pair, chunk, chunks, start, remaining, heads).
+# kept in registers from their first use on, they would spill. A `place` is (pair, chunk, chunks, start, remaining,
+# heads), with the entry of the chunk's first token and the number of tokens from there on.
 
 
 @triton.jit

@@ -60,19 +60,19 @@ SMALL = [(16, 16), (32, 16), (5, 7), (16, 32), (3, 20)]
 LARGE = [(64, 64), (40, 24), (16, 70), (128, 16), (20, 120)]
 
 
-@pytest.mark.parametrize("shape", list(fuzzed_shapes(SMALL, 8, [2, 15, 16, 17, 37])), ids=str)
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(SMALL, 6, [2, 15, 16, 17, 37])), ids=str)
 def test_small_states(shape):
     inputs = scan_inputs(**shape, dtype=torch.float32)
     check(inputs, scan_state(inputs))
 
 
-@pytest.mark.parametrize("shape", list(fuzzed_shapes(SMALL, 4, [15, 17])), ids=str)
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(SMALL, 2, [17])), ids=str)
 def test_small_states_on_few_programs(shape, few_programs):
     inputs = scan_inputs(**shape, dtype=torch.float32)
     check(inputs, scan_state(inputs))
 
 
-@pytest.mark.parametrize("shape", list(fuzzed_shapes(LARGE, 5, [3, 16, 17, 33])), ids=str)
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(LARGE, 4, [3, 16, 17])), ids=str)
 def test_large_states(shape):
     inputs = scan_inputs(**shape, dtype=torch.float32)
     check(inputs, scan_state(inputs))
@@ -85,7 +85,7 @@ def long_chunks(monkeypatch):
     monkeypatch.setattr(scan_triton_module, "settings_of", lambda u, B: settings_of(u, B)._replace(CHUNK=32))
 
 
-@pytest.mark.parametrize("shape", list(fuzzed_shapes(LARGE, 5, [31, 32, 33, 67])), ids=str)
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(LARGE, 4, [31, 33])), ids=str)
 def test_large_states_in_long_chunks(shape, long_chunks):
     inputs = scan_inputs(**shape, dtype=torch.float32)
     check(inputs, scan_state(inputs))
