@@ -76,7 +76,7 @@ def scan_operator(
     B0: torch.Tensor,
     u0: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, the last h, and for the gradient G at the start of each chunk but the first and T of each chunk."""
+    """y, the last h, and for the gradient G at the start of each chunk and T of each chunk."""
     inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
     outputs = make_outputs(*inputs)
     tensors = contiguous(INPUTS, inputs) | dict(zip(("y", "h", "kept", "T"), outputs, strict=True))
@@ -88,7 +88,7 @@ def scan_operator(
 def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0):
     settings, (rows, length, heads, channels) = settings_of(u, B), u.shape
     chunks = chunk_count(length, settings)
-    kept = u.new_empty(rows * heads, chunks - 1, B.shape[-1], channels, dtype=kept_dtype(u.dtype))
+    kept = u.new_empty(rows * heads, chunks, B.shape[-1], channels, dtype=kept_dtype(u.dtype))
     # Small states solve once more in the backward pass rather than keep what they found.
     solved = 0 if settings.small or k is None else rows * heads
     T = u.new_empty(solved, chunks, settings.CHUNK, settings.CHUNK, dtype=torch.float32)

@@ -127,8 +127,7 @@ def forward_kernel(
         w, g = load_weights(write_ptr, carry_ptr, start, heads, i, remaining, HAS_CARRY)
         u = load_tile(u_ptr, start, heads, i, inside, columns, channels)
         B = load_tile(B_ptr, start, heads, i, inside, rows, n)
-        if chunk > 0:
-            store_matrix(kept_ptr, pair * (chunks - 1) + chunk - 1, rows, columns, n, channels, G)
+        store_matrix(kept_ptr, pair * chunks + chunk, rows, columns, n, channels, G)
         if HAS_REFLECTION:
             k = load_tile(k_ptr, start, heads, i, inside, rows, n)
             r = load_gate(reflection_ptr, start, heads, i, inside)
@@ -240,23 +239,6 @@ def load_gates(inputs, place, i, HAS_CARRY: tl.constexpr):
 
 
 @triton.jit
-def load_start(
-    inputs, initial, kept_ptr, place, rows, columns, n: tl.constexpr, channels: tl.constexpr, HAS_CARRY: tl.constexpr
-):
-    """G at the start of a chunk: kept, or for the first chunk made of the initial state and its carry."""
-    _, _, _, _, _, carry_ptr, _, _, _ = inputs
-    h0_ptr, B0_ptr, u0_ptr = initial
-    pair, chunk, chunks, start, _, _ = place
-    G = load_matrix(kept_ptr, pair * (chunks - 1) + chunk - 1, chunk > 0, rows, columns, n, channels)
-    G += load_matrix(h0_ptr, pair, chunk == 0, rows, columns, n, channels)
-    if HAS_CARRY:
-        B0 = load_vector(B0_ptr, pair, chunk == 0, rows, n)
-        u0 = load_vector(u0_ptr, pair, chunk == 0, columns, channels)
-        G += load_scalar(carry_ptr, start, True) * B0[:, None] * u0[None, :]
-    return G
-
-
-@triton.jit
 def projections_and_gradients(
     inputs, initial, kept_ptr, T_ptr, dy_ptr, place, dG,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
@@ -264,7 +246,7 @@ def projections_and_gradients(
 ):  # fmt: skip
     """q and dv."""
     u_ptr, B_ptr, C_ptr, _, _, carry_ptr, k_ptr, reflection_ptr, _ = inputs
-    _, B0_ptr, u0_ptr = initial
+    B0_ptr, u0_ptr = initial
     pair, chunk, chunks, start, remaining, heads = place
     i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
     inside = i < remaining
@@ -276,7 +258,7 @@ def projections_and_gradients(
         T = load_inverse(T_ptr, pair * chunks + chunk, i, CHUNK)
     else:
         T = unit_lower_inverse(dot(k, tl.trans(k), DOT, PRECISION) * X * r[None, :], i, CHUNK, EXACT)
-    G = load_start(inputs, initial, kept_ptr, place, rows, columns, n, channels, HAS_CARRY)
+    G = load_matrix(kept_ptr, pair * chunks + chunk, True, rows, columns, n, channels)
     v = decay_from_start(a_before)[:, None] * dot(k, G, DOT, PRECISION)
     if HAS_CARRY:
         B_before = load_before(B_ptr, B0_ptr, start, heads, pair, chunk, rows, n)
@@ -335,7 +317,7 @@ def write_value_gradients(
 
 @triton.jit
 def state_terms(
-    inputs, initial, kept_ptr, dy_ptr, place, dG, q, dv,
+    inputs, kept_ptr, dy_ptr, place, dG, q, dv,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -345,12 +327,12 @@ def state_terms(
     (`starting`), and of those that reach to the end of the chunk; and dG at the start.
     """
     u_ptr, B_ptr, C_ptr, _, _, _, k_ptr, reflection_ptr, _ = inputs
-    _, _, _, start, remaining, heads = place
+    pair, chunk, chunks, start, remaining, heads = place
     i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
     inside = i < remaining
     a, a_before, a_last, _, g = load_gates(inputs, place, i, HAS_CARRY)
     to_end = decay_since(a_last, a)
-    G = load_start(inputs, initial, kept_ptr, place, rows, columns, n, channels, HAS_CARRY)
+    G = load_matrix(kept_ptr, pair * chunks + chunk, True, rows, columns, n, channels)
     past_end = decay_from_start(a_last) * tl.sum(G * dG)
     C = load_tile(C_ptr, start, heads, i, inside, rows, n)
     dy = load_tile(dy_ptr, start, heads, i, inside, columns, channels)
@@ -460,7 +442,7 @@ def chunk_gradients(
     and carry. Returns dG at its start and its own first token's k, dv and carry.
     """
     u_ptr, B_ptr, _, _, _, carry_ptr, k_ptr, _, _ = inputs
-    _, B0_ptr, u0_ptr = initial
+    B0_ptr, u0_ptr = initial
     du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr = gradients
     i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
     start, remaining = first_token(pair, chunk, length, heads, CHUNK), length - chunk * CHUNK
@@ -479,7 +461,7 @@ def chunk_gradients(
     )  # fmt: skip
     tl.debug_barrier()
     dB, dC, dk, dw, dg, dr, ending, ending_before, starting, past_end, dG = state_terms(
-        inputs, initial, kept_ptr, dy_ptr, place, dG, q, dv,
+        inputs, kept_ptr, dy_ptr, place, dG, q, dv,
         n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, DOT, PRECISION,
     )  # fmt: skip
     tl.debug_barrier()
@@ -532,7 +514,7 @@ def initial_gradients(
 @triton.jit(do_not_specialize=["length", "heads"])
 def backward_kernel(
     u_ptr, B_ptr, C_ptr, log_decay_ptr, write_ptr, carry_ptr, k_ptr, reflection_ptr, D_ptr,
-    h0_ptr, B0_ptr, u0_ptr, kept_ptr, dy_ptr, dh_ptr,
+    B0_ptr, u0_ptr, kept_ptr, dy_ptr, dh_ptr,
     du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr,
     dh0_ptr, dB0_ptr, du0_ptr, length, heads,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
@@ -547,7 +529,7 @@ def backward_kernel(
     for back in range(0, chunks):
         dG, k_next, dv_next, c_next = chunk_gradients(
             (u_ptr, B_ptr, C_ptr, log_decay_ptr, write_ptr, carry_ptr, k_ptr, reflection_ptr, D_ptr),
-            (h0_ptr, B0_ptr, u0_ptr), kept_ptr, None, dy_ptr,
+            (B0_ptr, u0_ptr), kept_ptr, None, dy_ptr,
             (du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr),
             pair, chunks - 1 - back, dG, k_next, dv_next, c_next, length, heads,
             n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, False, DOT, PRECISION, EXACT,
@@ -564,7 +546,7 @@ def backward_kernel(
 @triton.jit(do_not_specialize=["length", "heads"])
 def backward_chunk_kernel(
     u_ptr, B_ptr, C_ptr, log_decay_ptr, write_ptr, carry_ptr, k_ptr, reflection_ptr, D_ptr,
-    h0_ptr, B0_ptr, u0_ptr, kept_ptr, T_ptr, dy_ptr, dG_ptr, dv_ptr, dh0_ptr,
+    B0_ptr, u0_ptr, kept_ptr, T_ptr, dy_ptr, dG_ptr, dv_ptr, dh0_ptr,
     du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr,
     dB0_ptr, du0_ptr, length, heads,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
@@ -584,7 +566,7 @@ def backward_chunk_kernel(
     dG = load_matrix(dG_ptr, index, True, rows, columns, n, channels)
     _, k_first, dv_first, c = chunk_gradients(
         (u_ptr, B_ptr, C_ptr, log_decay_ptr, write_ptr, carry_ptr, k_ptr, reflection_ptr, D_ptr),
-        (h0_ptr, B0_ptr, u0_ptr), kept_ptr, T_ptr, dy_ptr,
+        (B0_ptr, u0_ptr), kept_ptr, T_ptr, dy_ptr,
         (du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr),
         pair, chunk, dG, k_next, dv_next, c_next, length, heads,
         n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, True, DOT, PRECISION, EXACT,

@@ -129,7 +129,7 @@ def widened(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
 
 
 def forward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> None:
-    """Fills y, h, kept and T, all of them in `tensors` beside the inputs."""
+    """Fills y, h, kept and T, all of them in `tensors` beside the inputs; of a single step only y and h."""
     rows, length, heads = tensors["log_decay"].shape
     pairs, device = rows * heads, tensors["u"].device
     width, count = blocks(pairs, settings, device)
@@ -146,6 +146,8 @@ def backward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> Non
     """Fills the gradients, `d` and the name of each input, from the inputs, `dy`, `dh`, `kept` and `T`."""
     rows, length, heads = tensors["log_decay"].shape
     pairs, device, u = rows * heads, tensors["u"].device, tensors["u"]
+    if length == 1:  # a step keeps nothing
+        tensors = tensors | {"kept": start_state(tensors).to(kept_dtype(u.dtype)).contiguous()}
     if fused(pairs, settings, device):
         launch("backward_kernel", (pairs,), settings, tensors)
         return
@@ -158,6 +160,14 @@ def backward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> Non
     width, count = blocks(pairs, settings, device)
     launch("backward_state_kernel", (pairs, count), settings, tensors, P=width)
     launch("backward_chunk_kernel", (chunks, pairs), settings, tensors)
+
+
+def start_state(tensors: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    """G before the first token: the initial state and the carry into that token."""
+    if tensors["carry"] is None:
+        return tensors["h0"]
+    carry = tensors["carry"][:, 0, :, None, None].float()
+    return tensors["h0"] + carry * tensors["B0"][..., :, None] * tensors["u0"][..., None, :]
 
 
 def fused(pairs: int, settings: Settings, device: torch.device) -> bool:

@@ -1,6 +1,10 @@
 """The Triton scan, run by Triton's interpreter: the definition on every path, and an operator of torch."""
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +19,9 @@ from mamba3_nplr.modeling.triton_self_check import disagreement
 from model_cases import build, tokens
 from scan_cases import error, scan_inputs, scan_state, with_grad
 from test_scan import FORMS, run, run_with_gradients
+from without_package import BLOCKER
+
+ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(not triton_launch.interpreted(), reason="TRITON_INTERPRET is not set")
 
@@ -94,7 +101,7 @@ def test_large_states_in_long_chunks(shape, long_chunks):
 @pytest.mark.parametrize("n", [16, 64])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_single_step(form, n):
-    inputs = scan_inputs(length=1, n=n, channels=n, form=form, dtype=torch.float32)
+    inputs = scan_inputs(batch=1, length=1, heads=2, n=n, channels=n, form=form, dtype=torch.float32)
     check(inputs, scan_state(inputs))
 
 
@@ -274,3 +281,43 @@ def test_results_are_the_same_in_every_run():
     state = scan_state(inputs)
     first, second = (run_with_gradients(inputs, state, "triton") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+WITHOUT_THE_PACKAGE = (
+    BLOCKER
+    + """
+import torch
+from transformers import AutoModel
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+torch.save(model(torch.tensor([[1, 2, 3]])).last_hidden_state.detach(), sys.argv[2])
+assert any(name.endswith("scan_triton_kernels") for name in sys.modules)
+"""
+)
+
+
+def test_checkpoints_carry_the_kernels(tmp_path):
+    model = build(Mamba3NPLRModel, scan_backend="triton", num_hidden_layers=1).float()
+    model.save_pretrained(tmp_path / "checkpoint_triton")
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(tmp_path / "checkpoint_triton"), str(tmp_path / "found")]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = model(torch.tensor([[1, 2, 3]])).last_hidden_state
+    assert torch.equal(torch.load(tmp_path / "found", weights_only=True), expected)
+
+
+COMPILE = """
+import sys
+sys.path.insert(0, "benchmarks")
+from kernels import TARGETS, Configuration, compile_kernel, resources
+found = resources(compile_kernel(Configuration("forward_kernel", 16, 16, "bf16"), TARGETS["sm_90"]), TARGETS["sm_90"])
+assert found["spill_bytes"] == 0, found
+"""
+
+
+def test_a_kernel_compiles_for_a_gpu():
+    """What the interpreter accepts a compiler may refuse; `make kernels` tries all kernels."""
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
