@@ -74,7 +74,8 @@ def warps(kernel: str, settings: Settings) -> int:
         return 1
     if settings.small:
         return 1 if settings.N * settings.P <= 512 else 2
-    return 4 if kernel == "step_kernel" else 8
+    # AMD's registers are shared out among fewer threads; those of EXACT = "ieee" are AMD's.
+    return 4 if kernel == "step_kernel" or settings.EXACT == "ieee" else 8
 
 
 def blocks(pairs: int, settings: Settings, device: torch.device) -> tuple[int, int]:
