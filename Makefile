@@ -68,5 +68,8 @@ benchmark-models: setup
 benchmark-trainer: setup
 	$(RUN) benchmarks/trainer.py --out results/trainer.json
 
+kernels: setup
+	$(RUN) benchmarks/kernels.py
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -38,7 +38,7 @@ class Mamba3NPLRConfig(SequenceModelConfig):
         dt_max (`float`, defaults to 0.1): Upper end of the step sizes drawn at initialisation.
         beta_bias_init (`float`, defaults to 0.0): Initial bias of the reflection strength; 2 often learns faster.
         scan_backend (`str`, defaults to `"auto"`): Which implementation of the scan to run: `"reference"`,
-            `"chunkwise"`, `"cpu"` (compiled code), or the fastest that can run here.
+            `"chunkwise"`, `"cpu"` (compiled code), `"triton"` (GPUs), or the fastest that can run here.
     """
 
     model_type = "mamba3_nplr"

@@ -10,6 +10,8 @@ from .mixer_cpu import mixer_cpu, step_cpu
 from .scan_chunkwise import scan_chunkwise
 from .scan_cpu import scan_cpu
 from .scan_definition import ScanInputs, ScanState, scan_definition
+from .scan_triton import scan_triton
+from .scan_triton import unavailable as triton_unavailable
 from .sequence_rows import TokenOrder, sequence_rows, token_order
 
 
@@ -32,7 +34,8 @@ class Backend(NamedTuple):
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
-    "cpu": Backend(run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu, unavailable=unavailable),
+    "cpu": Backend(unavailable=unavailable, run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu),
+    "triton": Backend(scan_triton, triton_unavailable),
 }
 
 
@@ -50,7 +53,7 @@ def select_backend(name: str, device: torch.device) -> Backend:
 
 def fastest_backend(device: torch.device) -> str:
     """Compiled code where there is any, else the chunkwise scan."""
-    return "cpu" if BACKENDS["cpu"].unavailable(device) is None else "chunkwise"
+    return next((name for name in ("cpu", "triton") if BACKENDS[name].unavailable(device) is None), "chunkwise")
 
 
 def check_backend_name(name: str) -> None:

@@ -1,5 +1,6 @@
 """Checkpoints that carry their own code, so that they load with `trust_remote_code=True` where this package is not."""
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -19,19 +20,22 @@ def source_files(module_name: str) -> dict[str, str]:
     found, waiting = {}, [module_name]
     while waiting:
         name = waiting.pop()
-        module = sys.modules[name]
         # A module that reads other files of the package has a form that does not.
-        exported = getattr(module, "exported_module", None)
-        source = exported() if exported else Path(module.__file__).read_text(encoding="utf-8")
+        exported = getattr(sys.modules.get(name), "exported_module", None)
+        source = exported() if exported else module_file(name).read_text(encoding="utf-8")
         for _, dots, path, _ in RELATIVE_IMPORT.findall(source):
             imported = ".".join([*name.split(".")[: -len(dots)], path])
-            file_name = Path(sys.modules[imported].__file__).name
-            if file_name not in found and imported not in waiting:
+            if module_file(imported).name not in found and imported not in waiting:
                 waiting.append(imported)
-        found[Path(module.__file__).name] = RELATIVE_IMPORT.sub(
+        found[module_file(name).name] = RELATIVE_IMPORT.sub(
             lambda match: f"{match[1]}.{match[3].split('.')[-1]}{match[4]}", source
         )
     return found
+
+
+def module_file(name: str) -> Path:
+    """The file of a module, which need not be loaded: some wait for their first use."""
+    return Path(sys.modules[name].__file__ if name in sys.modules else importlib.util.find_spec(name).origin)
 
 
 class SelfContainedMixin:

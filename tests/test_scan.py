@@ -301,10 +301,11 @@ def test_backends_are_chosen_in_one_place():
 
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setitem(BACKENDS, "broken", Backend(BACKENDS["reference"].run, lambda device: f"no {device} kernel"))
     with pytest.raises(ValueError, match="'broken' cannot run: no cpu kernel. These can: reference, chunkwise, cpu.$"):
         select_backend("broken", torch.device("cpu"))
-    with pytest.raises(ValueError, match="must be auto, or one of reference, chunkwise, cpu, broken"):
+    with pytest.raises(ValueError, match="must be auto, or one of reference, chunkwise, cpu, triton, broken"):
         select_backend("brokn", torch.device("cpu"))
 
 

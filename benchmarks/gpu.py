@@ -1,0 +1,190 @@
+"""
+The scan on a GPU, forward and backward, beside fla's Gated DeltaNet and the official Mamba-3 kernels where installed.
+
+    python benchmarks/gpu.py [--shapes small language_model] [--out results/gpu.json]
+
+Nothing is timed before its outputs, and for this package its gradients, agree with the float32 chunkwise scan. Every
+comparison is between two implementations of one recurrence: ours with B = k and no carry against Gated DeltaNet, ours
+without reflection against Mamba-3.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mamba3_nplr.modeling.scan_chunkwise import scan_chunkwise
+from mamba3_nplr.modeling.scan_definition import ScanInputs, ScanState
+from mamba3_nplr.modeling.scan_triton import scan_triton, unavailable
+
+# batch, length, heads, state, channels
+SHAPES = {
+    "small": (64, 512, 16, 16, 16),
+    "few_rows": (1, 4096, 16, 16, 16),
+    "language_model": (8, 2048, 32, 64, 64),
+    "language_model_128": (4, 2048, 16, 128, 128),
+}
+# Of the RMS: 8 bits of mantissa, a few roundings.
+TOLERANCE = {torch.bfloat16: 5e-2, torch.float32: 1e-4}
+
+
+class Variant(NamedTuple):
+    """A function of scan inputs that returns y, and the form of the recurrence it runs."""
+
+    form: str
+    run: Callable[[ScanInputs], torch.Tensor]
+    package: str = "mamba3_nplr"
+
+
+def ours(function):
+    def run(inputs: ScanInputs) -> torch.Tensor:
+        (batch, _, heads, channels), n = inputs.u.shape, inputs.B.shape[-1]
+        shapes = (batch, heads, n, channels), (batch, heads, n), (batch, heads, channels)
+        return function(inputs, ScanState(*(inputs.log_decay.new_zeros(shape) for shape in shapes)), 64)[0]
+
+    return run
+
+
+def gated_deltanet(inputs: ScanInputs) -> torch.Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(
+        q=inputs.C, k=inputs.k, v=inputs.u, g=inputs.log_decay, beta=inputs.write, scale=1.0, initial_state=None
+    )[0]
+
+
+def official_mamba3(inputs: ScanInputs) -> torch.Tensor:
+    from mamba_ssm.ops.triton.mamba3.mamba3_siso_combined import mamba3_siso_combined
+
+    step_size = inputs.write + inputs.carry
+    trapezoid = torch.logit(inputs.write / step_size)
+    (heads, n), first = inputs.B.shape[2:], inputs.B.shape[:3]
+    no_bias = inputs.B.new_zeros(heads, n)
+    no_angles = inputs.B.new_zeros(*first, n // 2)
+    gates = (x.transpose(1, 2).contiguous() for x in (inputs.log_decay, step_size, trapezoid))
+    return mamba3_siso_combined(inputs.C, inputs.B, inputs.u, *gates, no_bias, no_bias, no_angles)
+
+
+VARIANTS = {
+    "reflection, chunkwise": Variant("reflection", ours(scan_chunkwise)),
+    "reflection, triton": Variant("reflection", ours(scan_triton)),
+    "Gated DeltaNet, triton": Variant("delta", ours(scan_triton)),
+    "Gated DeltaNet, fla": Variant("delta", gated_deltanet, "fla"),
+    "Mamba-3, triton": Variant("rank0", ours(scan_triton)),
+    "Mamba-3, official": Variant("rank0", official_mamba3, "mamba_ssm"),
+}
+
+
+def make_inputs(shape, form: str, dtype: torch.dtype) -> ScanInputs:
+    """Random coefficients; gates are float32 as in the models."""
+    batch, length, heads, n, channels = shape
+    step = (batch, length, heads)
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(size):
+        return torch.randn(*step, size, device="cuda", generator=generator)
+
+    def uniform():
+        return torch.rand(step, device="cuda", generator=generator)
+
+    k = F.normalize(normal(n), dim=-1).to(dtype)
+    log_decay, beta, dt, trapezoid = -0.1 * uniform(), 2 * uniform(), 0.05 + 0.1 * uniform(), 0.1 + 0.8 * uniform()
+    B = k if form == "delta" else normal(n).to(dtype)
+    inputs = ScanInputs(normal(channels).to(dtype), B, normal(n).to(dtype), log_decay, trapezoid * dt)
+    if form == "delta":
+        return inputs._replace(write=beta, k=k, reflection=beta * log_decay.exp())
+    inputs = inputs._replace(carry=(1 - trapezoid) * dt)
+    return inputs if form == "rank0" else inputs._replace(k=k, reflection=beta * log_decay.exp())
+
+
+def with_grad(inputs: ScanInputs) -> ScanInputs:
+    return ScanInputs(*(None if x is None else x.detach().clone().requires_grad_() for x in inputs))
+
+
+def deviation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected).abs().max() / expected.square().mean().sqrt()).item()
+
+
+def verify(variant: Variant, shape, dtype: torch.dtype) -> float:
+    """The largest deviation from the float32 chunkwise scan, on a short piece of the shape."""
+    short = (min(shape[0], 2), min(shape[1], 200), *shape[2:])
+    inputs = make_inputs(short, variant.form, dtype)
+    exact = with_grad(ScanInputs(*(None if x is None else x.float() for x in inputs)))
+    expected = ours(scan_chunkwise)(exact)
+    inputs = with_grad(inputs)
+    found = variant.run(inputs)
+    worst = deviation(found, expected.detach())
+    if variant.package == "mamba3_nplr":
+        weights = torch.randn_like(expected)
+        leaves = [x for x in exact if x is not None]
+        wanted = torch.autograd.grad((expected * weights).sum(), leaves)
+        grads = torch.autograd.grad((found.float() * weights).sum(), [x for x in inputs if x is not None])
+        worst = max([worst, *(deviation(*pair) for pair in zip(grads, wanted, strict=True))])
+    return worst
+
+
+def measure(variant: Variant, shape, dtype: torch.dtype) -> dict[str, float]:
+    """Median milliseconds of a forward pass, and of a forward and backward pass."""
+    from triton.testing import do_bench
+
+    inputs = with_grad(make_inputs(shape, variant.form, dtype))
+    leaves = [x for x in inputs if x is not None]
+    gradient = torch.randn_like(inputs.u)
+
+    def forward_only():
+        with torch.no_grad():
+            variant.run(inputs)
+
+    def both():
+        torch.autograd.grad(variant.run(inputs), leaves, gradient)
+
+    return {
+        "forward_ms": do_bench(forward_only, return_mode="median"),
+        "both_ms": do_bench(both, return_mode="median"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Verifies the scan on a GPU, then times it.")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of u, B, C and k")
+    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/gpu.json")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("This needs a CUDA or ROCm device, and there is none.")
+    reason = unavailable(torch.device("cuda", torch.cuda.current_device()))
+    if reason is not None:
+        sys.exit(f"The Triton scan cannot run: {reason}.")
+    dtype = getattr(torch, given.dtype)
+    results, wrong = {}, []
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.dtype}\n")
+    print("| shape | variant | deviation | forward (ms) | forward and backward (ms) |\n| --- | --- | --- | --- | --- |")
+    for shape in given.shapes:
+        for name, variant in VARIANTS.items():
+            if importlib.util.find_spec(variant.package) is None:
+                print(f"| {shape} | {name} | - | {variant.package} is not installed | |")
+                continue
+            off = verify(variant, SHAPES[shape], dtype)
+            if not off < TOLERANCE[dtype]:
+                wrong.append(f"{name} is off by {off:.2g} on {shape}")
+                print(f"| {shape} | {name} | {off:.1e} | not timed: it disagrees | |", flush=True)
+                continue
+            times = measure(variant, SHAPES[shape], dtype)
+            results.setdefault(shape, {})[name] = {"deviation": off} | times
+            numbers = f"{times['forward_ms']:.3f} | {times['both_ms']:.3f}"
+            print(f"| {shape} | {name} | {off:.1e} | {numbers} |", flush=True)
+    if given.out:
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        settings = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": given.dtype}
+        given.out.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+    if wrong:
+        sys.exit("\n".join(["", *wrong]))
+
+
+if __name__ == "__main__":
+    main()

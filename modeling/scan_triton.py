@@ -1,0 +1,167 @@
+"""The scan on a GPU, in Triton, as an operator of torch with its gradient. The kernels are in `scan_triton_kernels`."""
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+from transformers.utils import logging
+
+from .cpu_operator import NAMESPACE, contiguous
+from .scan_chunkwise import scan_chunkwise
+from .scan_definition import ScanInputs, ScanState
+from .triton_launch import (
+    INPUTS,
+    LARGEST,
+    Settings,
+    backward,
+    chunk_count,
+    exact_precision,
+    forward,
+    interpreted,
+    kept_dtype,
+    make_settings,
+    processors,
+)
+from .triton_self_check import disagreement
+
+logger = logging.get_logger(__name__)
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the Triton scan cannot run on a device, or None if it can."""
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"it runs on CUDA and ROCm devices, and the tensors are on {device.type}"
+    return fault(device)
+
+
+@torch.compiler.assume_constant_result
+def fault(device: torch.device) -> str | None:
+    """What keeps the kernels from running on a device; a graph takes the answer without tracing it."""
+    return find_fault(device)
+
+
+@cache
+def find_fault(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if interpreted() or os.environ.get("MAMBA3_NPLR_SELF_CHECK") == "0":
+        return None
+    return self_check(device)
+
+
+def self_check(device: torch.device) -> str | None:
+    """Runs small examples of every path before the first use on a device, and warns if they go wrong."""
+    reason = disagreement(scan_triton, device, ((1, 16), (processors(device), 16), (1, 64)))
+    if reason is not None:
+        logger.warning(
+            f"The Triton scan cannot be trusted on {device} and the slower chunkwise scan takes its place: {reason}. "
+            "MAMBA3_NPLR_SELF_CHECK=0 turns this check off."
+        )
+    return reason
+
+
+@torch.library.custom_op(f"{NAMESPACE}::scan_triton", mutates_args=())
+def scan_operator(
+    u: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    log_decay: torch.Tensor,
+    write: torch.Tensor,
+    carry: torch.Tensor | None,
+    k: torch.Tensor | None,
+    reflection: torch.Tensor | None,
+    D: torch.Tensor | None,
+    h0: torch.Tensor,
+    B0: torch.Tensor,
+    u0: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, the last h, and for the gradient G at the start of each chunk and T of each chunk."""
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
+    outputs = make_outputs(*inputs)
+    tensors = contiguous(INPUTS, inputs) | dict(zip(("y", "h", "kept", "T"), outputs, strict=True))
+    forward(settings_of(u, B), tensors)
+    return outputs
+
+
+@scan_operator.register_fake
+def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0):
+    settings, (rows, length, heads, channels) = settings_of(u, B), u.shape
+    chunks = chunk_count(length, settings)
+    kept = u.new_empty(rows * heads, chunks, B.shape[-1], channels, dtype=kept_dtype(u.dtype))
+    # Small states solve once more in the backward pass rather than keep what they found.
+    solved = 0 if settings.small or k is None else rows * heads
+    T = u.new_empty(solved, chunks, settings.CHUNK, settings.CHUNK, dtype=torch.float32)
+    return u.new_empty(u.shape), h0.new_empty(h0.shape), kept, T
+
+
+@torch.library.custom_op(f"{NAMESPACE}::scan_triton_backward", mutates_args=())
+def scan_backward_operator(
+    grad_y: torch.Tensor,
+    grad_h: torch.Tensor,
+    kept: torch.Tensor,
+    T: torch.Tensor,
+    u: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    log_decay: torch.Tensor,
+    write: torch.Tensor,
+    carry: torch.Tensor | None,
+    k: torch.Tensor | None,
+    reflection: torch.Tensor | None,
+    D: torch.Tensor | None,
+    h0: torch.Tensor,
+    B0: torch.Tensor,
+    u0: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The gradients of all inputs that are there, in their order."""
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
+    tensors = contiguous((*INPUTS, "dy", "dh", "kept", "T"), (*inputs, grad_y, grad_h, kept, T))
+    grads = make_gradients(grad_y, grad_h, kept, T, *inputs)
+    names = [f"d{name}" for name, x in zip(INPUTS, inputs, strict=True) if x is not None]
+    named = dict(zip(names, grads, strict=True))
+    if carry is None:
+        named["dB0"].zero_()
+        named["du0"].zero_()
+    settings, (rows, length, heads, _) = settings_of(u, B), u.shape
+    if D is not None:
+        # A share from each chunk; adding them up here gives the same sum in every run.
+        named["dD"] = u.new_empty(rows, heads, chunk_count(length, settings), dtype=torch.float32)
+    backward(settings, tensors | named)
+    if D is not None:
+        named["dD"] = named["dD"].sum((0, 2)).to(D.dtype)
+    return [named[name] for name in names]
+
+
+@scan_backward_operator.register_fake
+def make_gradients(grad_y, grad_h, kept, T, *inputs):
+    return [x.new_empty(x.shape) for x in inputs if x is not None]
+
+
+def settings_of(u: torch.Tensor, B: torch.Tensor) -> Settings:
+    return make_settings(B.shape[-1], u.shape[-1], u.dtype, exact_precision())
+
+
+def keep_for_backward(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output[2:])
+
+
+def operator_backward(ctx, grad_y, grad_h, grad_kept, grad_T):
+    *inputs, kept, T = ctx.saved_tensors
+    grads = iter(scan_backward_operator(grad_y, grad_h, kept, T, *inputs))
+    return tuple(None if x is None else next(grads) for x in inputs)
+
+
+scan_operator.register_autograd(operator_backward, setup_context=keep_for_backward)
+
+
+def scan_triton(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Same arguments and results as `scan_definition`; the kernels choose their chunks. u, B, C and k may be bfloat16 or
+    float16. What no kernel can do, float64 and more than 128 state elements or channels, runs as the chunkwise scan.
+    """
+    largest = max(inputs.B.shape[-1], inputs.u.shape[-1])
+    if inputs.u.dtype == torch.float64 or largest > LARGEST or inputs.u.numel() == 0:
+        return scan_chunkwise(inputs, initial, chunk_size)
+    y, h, _, _ = scan_operator(*inputs, *initial)
+    return y, h

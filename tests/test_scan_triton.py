@@ -1,0 +1,323 @@
+"""The Triton scan, run by Triton's interpreter: the definition on every path, and an operator of torch."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr.modeling import scan_triton as scan_triton_module
+from mamba3_nplr.modeling import triton_launch
+from mamba3_nplr.modeling.scan import BACKENDS, select_backend
+from mamba3_nplr.modeling.scan_chunkwise import scan_chunkwise
+from mamba3_nplr.modeling.scan_definition import ScanInputs, ScanState, scan_definition
+from mamba3_nplr.modeling.scan_triton import scan_operator, scan_triton, unavailable
+from mamba3_nplr.modeling.triton_self_check import disagreement
+from model_cases import build, tokens
+from scan_cases import error, scan_inputs, scan_state, with_grad
+from test_scan import FORMS, run, run_with_gradients
+from without_package import BLOCKER
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(not triton_launch.interpreted(), reason="TRITON_INTERPRET is not set")
+
+
+def as_float64(tensors):
+    return type(tensors)(*(None if x is None else x.double() for x in tensors))
+
+
+def check(inputs, state, tolerance=1e-5, **kwargs):
+    """Float32 results of the kernels, and all gradients, against the definition in float64."""
+    expected = run_with_gradients(as_float64(inputs), as_float64(state), "reference", **kwargs)
+    found = run_with_gradients(inputs, state, "triton", **kwargs)
+    assert found.keys() == expected.keys()
+    # The gradient of D is one sum of u with random weights for each head, which may come out small beside its terms.
+    scale = inputs.u.square().sum((0, 1, 3)).sqrt()
+    assert ((found.pop("grad_D") - expected.pop("grad_D")).abs() < tolerance * scale).all()
+    for name in expected:
+        assert error(found[name], expected[name]) < tolerance, name
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """As on a GPU that the rows and heads do not fill."""
+    monkeypatch.setattr(triton_launch, "processors", lambda device: 1000)
+
+
+def fuzzed_shapes(sizes, count, lengths):
+    generator = random.Random(0)
+    for number in range(count):
+        n, channels = sizes[number % len(sizes)]
+        batch, heads = generator.choice([(1, 2), (2, 1)])
+        yield {
+            "batch": batch,
+            "length": generator.choice(lengths),
+            "heads": heads,
+            "n": n,
+            "channels": channels,
+            "form": FORMS[number % len(FORMS)],
+        }
+
+
+SMALL = [(16, 16), (32, 16), (5, 7), (16, 32), (3, 20)]
+LARGE = [(64, 64), (40, 24), (16, 70), (128, 16), (20, 120)]
+
+
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(SMALL, 6, [2, 15, 16, 17, 37])), ids=str)
+def test_small_states(shape):
+    inputs = scan_inputs(**shape, dtype=torch.float32)
+    check(inputs, scan_state(inputs))
+
+
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(SMALL, 2, [17])), ids=str)
+def test_small_states_on_few_programs(shape, few_programs):
+    inputs = scan_inputs(**shape, dtype=torch.float32)
+    check(inputs, scan_state(inputs))
+
+
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(LARGE, 4, [3, 16, 17])), ids=str)
+def test_large_states(shape):
+    inputs = scan_inputs(**shape, dtype=torch.float32)
+    check(inputs, scan_state(inputs))
+
+
+@pytest.fixture
+def long_chunks(monkeypatch):
+    """Chunks as for bfloat16, in float32."""
+    settings_of = scan_triton_module.settings_of
+    monkeypatch.setattr(scan_triton_module, "settings_of", lambda u, B: settings_of(u, B)._replace(CHUNK=32))
+
+
+@pytest.mark.parametrize("shape", list(fuzzed_shapes(LARGE, 4, [31, 33])), ids=str)
+def test_large_states_in_long_chunks(shape, long_chunks):
+    inputs = scan_inputs(**shape, dtype=torch.float32)
+    check(inputs, scan_state(inputs))
+
+
+@pytest.mark.parametrize("n", [16, 64])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_single_step(form, n):
+    inputs = scan_inputs(batch=1, length=1, heads=2, n=n, channels=n, form=form, dtype=torch.float32)
+    check(inputs, scan_state(inputs))
+
+
+@pytest.mark.parametrize("n", [16, 64])
+def test_padded_and_packed(n):
+    inputs = scan_inputs(batch=1, length=21, heads=1, n=n, channels=16, dtype=torch.float32)
+    check(inputs, scan_state(inputs, rows=3), cu_seqlens=torch.tensor([0, 4, 4, 21]))
+    mask = torch.rand(1, 21) < 0.85
+    check(inputs, scan_state(inputs), mask=mask)
+
+
+def test_without_carry_and_skip_connection():
+    inputs = scan_inputs(batch=1, length=20, heads=1, dtype=torch.float32)._replace(carry=None)
+    check(inputs, scan_state(inputs))
+    found, _ = run(inputs._replace(D=None), backend="triton")
+    expected, _ = run(inputs._replace(D=None), backend="reference")
+    assert error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("n", [16, 64])
+def test_repeated_directions_and_full_reflections(n):
+    """The worst case of the triangular solve; a series in M reaches 1e18 here."""
+    inputs = scan_inputs(batch=1, length=64, heads=1, n=n, channels=16, form="additive", dtype=torch.float32)
+    inputs = inputs._replace(
+        k=inputs.k[:, :1].expand_as(inputs.k),
+        reflection=torch.full_like(inputs.reflection, 2.0),
+        log_decay=torch.zeros_like(inputs.log_decay),
+    )
+    exact, _ = run(as_float64(inputs), backend="reference")
+    allowed = error(run(inputs, backend="reference")[0], exact)
+    assert error(run(inputs, backend="triton")[0], exact) < 2 * max(allowed, 1e-5)
+
+
+def test_strong_decay_loses_no_digits():
+    inputs = scan_inputs(batch=1, heads=1, length=40, n=16, channels=40, dtype=torch.float32)
+    inputs = inputs._replace(log_decay=-20 * torch.rand_like(inputs.log_decay))
+    check(inputs, scan_state(inputs))
+    inputs.log_decay[:, ::7] = float("-inf")
+    exact, _ = run(as_float64(inputs), backend="reference")
+    assert error(run(inputs, backend="triton")[0], exact) < 1e-5
+
+
+@pytest.fixture
+def rounded_products(monkeypatch):
+    """
+    Matrix products with the operands rounded to bfloat16, to the nearest, as they are on a GPU. The interpreter cannot:
+    it truncates, and multiplies the bits. The products of the solve, which are exact ones, are left alone.
+    """
+    from mamba3_nplr.modeling import scan_triton, scan_triton_kernels, triton_chunk
+
+    plain, settings_of = triton_chunk.dot, scan_triton.settings_of
+
+    def rounded(x):
+        data = torch.from_numpy(x.handle.data.copy()).to(torch.bfloat16).float().numpy()
+        return tl.core.tensor(type(x.handle)(data, x.handle.dtype), x.type)
+
+    def dot(a, b, DOT, PRECISION, acc=None):
+        if getattr(PRECISION, "value", PRECISION) == "rounded":
+            a, b, PRECISION = rounded(a), rounded(b), "ieee"
+        return plain(a, b, DOT, PRECISION, acc)
+
+    tl = triton_chunk.tl
+    for module in (triton_chunk, scan_triton_kernels):
+        monkeypatch.setattr(module, "dot", dot)
+    monkeypatch.setattr(scan_triton, "settings_of", lambda u, B: settings_of(u, B)._replace(PRECISION="rounded"))
+
+
+def bfloat16_results(function, inputs, state):
+    """y and all gradients of a function of bfloat16 inputs and a state of any dtype."""
+    inputs, state = with_grad(inputs), with_grad(state)
+    y, h = function(inputs, state, 16)
+    leaves = [x for x in (*inputs, *state) if x is not None]
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    return [y, h, *torch.autograd.grad((y.float() * weights).sum() + h.float().sum(), leaves)]
+
+
+@pytest.mark.parametrize("n", [16, 64])
+def test_bfloat16_is_no_worse_than_torch(n, rounded_products):
+    exact = scan_inputs(batch=1, length=50, heads=2, n=n, channels=n, dtype=torch.float32)
+    state = scan_state(exact)
+    half = ScanInputs(*(x.to(torch.bfloat16) for x in exact))
+    expected = bfloat16_results(scan_definition, as_float64(half), as_float64(state))
+    plain = bfloat16_results(scan_chunkwise, half, ScanState(*(x.to(torch.bfloat16) for x in state)))
+    found = bfloat16_results(scan_triton, half, state)
+    assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
+    for one, other, wanted in zip(found, plain, expected, strict=True):
+        assert error(one, wanted) < 2 * error(other, wanted)
+
+
+def test_float16_inputs():
+    exact = scan_inputs(batch=1, length=20, heads=2, n=16, channels=16, dtype=torch.float32)
+    state = scan_state(exact)
+    half = ScanInputs(*(x.half() for x in exact))
+    y, _ = scan_triton(half, state, 16)
+    expected, _ = scan_definition(as_float64(half), as_float64(state), 16)
+    assert y.dtype == torch.float16
+    assert error(y, expected) < 2**-11 * 8  # rounding the result costs 2^-11 of its largest values, a few times the RMS
+
+
+@pytest.mark.parametrize(("form", "n"), [("contractive", 3), ("rank0", 3), ("delta", 40)])
+def test_the_operator_is_well_behaved(form, n):
+    inputs = with_grad(scan_inputs(batch=1, length=5, heads=1, n=n, channels=2, form=form, dtype=torch.float32))
+    torch.library.opcheck(scan_operator, (*inputs, *with_grad(scan_state(inputs))))
+
+
+def test_a_model_compiles_with_it():
+    model = build(Mamba3NPLRModel, scan_backend="triton", num_hidden_layers=1).float()
+    ids = tokens(1, 5)
+    found = torch.compile(model, fullgraph=True, backend="aot_eager")(ids).last_hidden_state
+    found.sum().backward()
+    model.config.scan_backend = "reference"
+    assert error(found, model(ids).last_hidden_state) < 1e-5
+
+
+def test_inputs_need_not_be_contiguous():
+    inputs = scan_inputs(length=9, heads=2, batch=1, dtype=torch.float32)
+    turned = ScanInputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:-1]), D=inputs.D)
+    assert not turned.u.is_contiguous()
+    assert torch.equal(run(turned, backend="triton")[0], run(inputs, backend="triton")[0])
+
+
+@pytest.mark.parametrize(
+    ("n", "channels", "dtype"), [(130, 2, torch.float32), (2, 130, torch.float32), (2, 2, torch.float64)]
+)
+def test_what_no_kernel_can_do_runs_chunkwise(n, channels, dtype):
+    inputs = scan_inputs(batch=1, length=3, heads=1, n=n, channels=channels, dtype=dtype)
+    assert torch.equal(run(inputs, backend="triton")[0], run(inputs, backend="chunkwise")[0])
+
+
+def test_where_it_runs(monkeypatch):
+    assert unavailable(torch.device("cpu")) is None
+    assert "on meta" in unavailable(torch.device("meta"))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "CUDA and ROCm" in unavailable(torch.device("cpu"))
+
+
+def test_it_is_the_choice_on_a_gpu(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "triton", BACKENDS["triton"]._replace(unavailable=lambda device: None))
+    assert select_backend("auto", torch.device("cuda", 0)) is BACKENDS["triton"]
+    monkeypatch.setitem(BACKENDS, "triton", BACKENDS["triton"]._replace(unavailable=lambda device: "it is broken"))
+    assert select_backend("auto", torch.device("cuda", 0)) is BACKENDS["chunkwise"]
+
+
+def test_the_self_check_passes_here():
+    assert disagreement(scan_triton, torch.device("cpu"), [(1, 16)]) is None
+
+
+def wrong_gradient(inputs, initial, chunk_size):
+    return scan_chunkwise(
+        inputs._replace(write=inputs.write.detach() + 0.9 * (inputs.write - inputs.write.detach())), initial, 4
+    )
+
+
+def not_a_number(inputs, initial, chunk_size):
+    y, h = scan_chunkwise(inputs, initial, chunk_size)
+    return y * float("nan"), h
+
+
+def raises(inputs, initial, chunk_size):
+    raise RuntimeError("out of resource")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [(wrong_gradient, "the gradient of write is off"), (not_a_number, "y is off by nan"), (raises, "RuntimeError")],
+)
+def test_the_self_check_finds_what_is_broken_and_warns_once(broken, reason, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(scan_triton_module, "scan_triton", broken)
+    monkeypatch.setattr(scan_triton_module.logger, "warning", warnings.append)
+    assert reason in scan_triton_module.self_check(torch.device("cpu"))
+    assert len(warnings) == 1 and reason in warnings[0] and "MAMBA3_NPLR_SELF_CHECK=0" in warnings[0]
+
+
+def test_results_are_the_same_in_every_run():
+    inputs = scan_inputs(batch=1, length=17, heads=1, n=16, channels=40, dtype=torch.float32)
+    state = scan_state(inputs)
+    first, second = (run_with_gradients(inputs, state, "triton") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+WITHOUT_THE_PACKAGE = (
+    BLOCKER
+    + """
+import torch
+from transformers import AutoModel
+model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
+torch.save(model(torch.tensor([[1, 2, 3]])).last_hidden_state.detach(), sys.argv[2])
+assert any(name.endswith("scan_triton_kernels") for name in sys.modules)
+"""
+)
+
+
+def test_checkpoints_carry_the_kernels(tmp_path):
+    model = build(Mamba3NPLRModel, scan_backend="triton", num_hidden_layers=1).float()
+    model.save_pretrained(tmp_path / "checkpoint_triton")
+    command = [sys.executable, "-c", WITHOUT_THE_PACKAGE, str(tmp_path / "checkpoint_triton"), str(tmp_path / "found")]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = model(torch.tensor([[1, 2, 3]])).last_hidden_state
+    assert torch.equal(torch.load(tmp_path / "found", weights_only=True), expected)
+
+
+COMPILE = """
+import sys
+sys.path.insert(0, "benchmarks")
+from kernels import TARGETS, Configuration, compile_kernel, resources
+found = resources(compile_kernel(Configuration("forward_kernel", 16, 16, "bf16"), TARGETS["sm_90"]), TARGETS["sm_90"])
+assert found["spill_bytes"] == 0, found
+"""
+
+
+def test_a_kernel_compiles_for_a_gpu():
+    """What the interpreter accepts a compiler may refuse; `make kernels` tries all kernels."""
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
