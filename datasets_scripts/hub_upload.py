@@ -3,7 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass
-from importlib.metadata import distribution
+from importlib.metadata import distributions
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi
@@ -70,7 +70,9 @@ def plan_run(folder: Path, repo_id: str, summary: dict) -> Upload:
 
 def licence() -> bytes:
     """The text of this package's licence, under which what it publishes stands too."""
-    return distribution("mamba3_nplr").read_text("licenses/LICENSE").encode()
+    # An editable installation leaves a second record of the package in its folder, without the text.
+    texts = (found.read_text("licenses/LICENSE") for found in distributions(name="mamba3_nplr"))
+    return next(text for text in texts if text).encode()
 
 
 class PushCheckpoints(TrainerCallback):
