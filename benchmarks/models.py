@@ -16,21 +16,12 @@ from pathlib import Path
 
 import mamba3_nplr
 import torch
-from mamba3_nplr import Mamba3NPLRConfig
-from mamba3_nplr.configuration.configuration_delta_family import PRESETS as DELTA_FAMILY
-from mamba3_nplr.configuration.configuration_ids4 import PRESETS as IDS4
+from mamba3_nplr.configuration.presets import MODELS as PRESETS
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from transformers import AutoConfig
 
 REFERENCE = "nplr"
-MODELS = {
-    REFERENCE: (Mamba3NPLRConfig, {}),
-    "nplr_no_rope": (Mamba3NPLRConfig, {"use_rope": False}),
-    "mamba3_1": (Mamba3NPLRConfig, {"reflection_rank": 0}),
-    "mamba3_2": (Mamba3NPLRConfig, {"reflection_rank": 0, "num_hidden_layers": 2}),
-    "mamba3_4": (Mamba3NPLRConfig, {"reflection_rank": 0, "num_hidden_layers": 4}),
-    **DELTA_FAMILY,
-    **IDS4,
-}
+MODELS = [REFERENCE, *(name for name in PRESETS if name != REFERENCE)]
 # The task whose batches are trained on, and the head that it needs.
 SHAPES = {"S5": ("s5_generators", "ForSequenceClassification"), "shell": ("shell", "ForBehaviorCloning")}
 LAST_STEP = 59_999  # where the length of words has grown to 64
@@ -42,9 +33,10 @@ class Trainee:
     def __init__(self, name: str, shape: str):
         task_name, head = SHAPES[shape]
         task = make_task(task_name)
-        config_class, fields = MODELS[name]
-        model_class = getattr(mamba3_nplr, config_class.__name__.removesuffix("Config") + head)
-        self.model = model_class(config_class(**fields, **task.model_fields)).train()
+        preset = PRESETS[name]
+        config = AutoConfig.for_model(preset.model_type, **(preset.fields | task.model_fields))
+        model_class = getattr(mamba3_nplr, type(config).__name__.removesuffix("Config") + head)
+        self.model = model_class(config).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.inputs = task.batch(seed=0, step=LAST_STEP)
 
@@ -101,7 +93,7 @@ def measure(shape: str, names: list[str], repeats: int) -> dict[str, dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times a training step of each model of the paper.")
     parser.add_argument("--repeats", type=int, default=7, help="turns that count (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="some of them only")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="some of them only")
     parser.add_argument("--out", type=Path, help="JSON file to write, such as results/models.json")
     given = parser.parse_args()
     names = [REFERENCE, *(name for name in given.models if name != REFERENCE)]
