@@ -245,6 +245,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(exit_with(f"train_hf.py: {error}", 1))
     except StoppedError as stopped:
         sys.exit(exit_with(str(stopped), stopped.code))
+    finally:
+        if torch.distributed.is_initialized():
+            # Its threads may else outlive what they use, and abort the process.
+            torch.distributed.destroy_process_group()
 
 
 def exit_with(message: str, code: int) -> int:

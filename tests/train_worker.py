@@ -70,3 +70,5 @@ def train(kind, out, per_device_batch, accumulation):
 
 if __name__ == "__main__":
     train(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()  # else its threads may outlive what they use, and abort the process
