@@ -58,4 +58,4 @@ def test_the_examples_run(tmp_path):
     assert hub.repository("user/policy").private and "pipelines.py" in hub.repository("user/policy").files()
     for folder in ("switch", "policy"):  # it learns
         found = losses(tmp_path / folder)
-        assert min(found) < 0.5 * found[0], found
+        assert found[-1] < 0.5 * found[0], found
