@@ -21,7 +21,8 @@ class Backend(NamedTuple):
     does. `unavailable(device)` says why it cannot run on a device, or None if it can. A backend may also have
     `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, `mix`, the whole of a Mamba-3
     mixer between its projections, and `step`, all of it for single tokens; without them the sequences are laid out as
-    rows, and the mixer runs in torch.
+    rows, and the mixer runs in torch. u, B, C and k reach it as they are in the dtypes of `half`, and else in float32,
+    as all other coefficients and the states do, or in float64.
     """
 
     run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -29,6 +30,7 @@ class Backend(NamedTuple):
     run_sequences: Callable[[ScanInputs, ScanState, TokenOrder], tuple[torch.Tensor, torch.Tensor]] | None = None
     mix: Callable | None = None
     step: Callable | None = None
+    half: tuple[torch.dtype, ...] = ()
 
 
 BACKENDS: dict[str, Backend] = {
@@ -96,20 +98,18 @@ def scan(
     """
     inputs = ScanInputs(u, B, C, log_decay, write, carry, k, reflection, D)
     check_inputs(inputs)
-    dtype = torch.float32
-    for x in inputs:
-        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    found = select_backend(backend, u.device)
     # Autocast would turn the float32 matrix products below into half precision.
     with torch.autocast(u.device.type, enabled=False):
-        inputs = ScanInputs(*(None if x is None else x.to(dtype) for x in inputs))
+        inputs = prepare_inputs(inputs, found.half)
         order = token_order(mask, cu_seqlens, *u.shape[:2])
         initial = prepare_state(initial_state, inputs, order)
-        found = select_backend(backend, u.device)
         if found.run_sequences is not None:
             y, h = found.run_sequences(inputs, initial, order)
         else:
             y, h = run_as_rows(found.run, inputs, initial, mask, cu_seqlens, chunk_size)
-        return y.to(u.dtype), ScanState(h, order.last(inputs.B, initial.B), order.last(inputs.u, initial.u))
+        last = (order.last(inputs.B, initial.B), order.last(inputs.u, initial.u))
+        return y.to(u.dtype), ScanState(h, *(x.to(h.dtype) for x in last))
 
 
 def run_as_rows(run, inputs, initial, mask, cu_seqlens, chunk_size) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,16 +123,29 @@ def run_as_rows(run, inputs, initial, mask, cu_seqlens, chunk_size) -> tuple[tor
     return rows.scatter(y), h
 
 
+def prepare_inputs(inputs: ScanInputs, half: tuple[torch.dtype, ...]) -> ScanInputs:
+    """All in float32, or float64 if any of them is; vectors that share one dtype of `half` stay as they are."""
+    dtype = torch.float32
+    for x in inputs:
+        dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
+    vectors = {x.dtype for x in (inputs.u, inputs.B, inputs.C, inputs.k) if x is not None}
+    stay = ("u", "B", "C", "k") if dtype == torch.float32 and len(vectors) == 1 and vectors.issubset(half) else ()
+    return ScanInputs(
+        *(x if x is None or name in stay else x.to(dtype) for name, x in zip(ScanInputs._fields, inputs, strict=True))
+    )
+
+
 def prepare_state(state: ScanState | None, inputs: ScanInputs, order: TokenOrder) -> ScanState:
     (batch, _, heads, channels), n = inputs.u.shape, inputs.B.shape[-1]
     rows = batch if order.bounds is None else order.bounds.shape[0]
     shapes = ScanState(h=(rows, heads, n, channels), B=(rows, heads, n), u=(rows, heads, channels))
+    dtype = inputs.log_decay.dtype
     if state is None:
-        return ScanState(*(inputs.u.new_zeros(shape) for shape in shapes))
+        return ScanState(*(inputs.u.new_zeros(shape, dtype=dtype) for shape in shapes))
     for name, x, shape in zip(ScanState._fields, state, shapes, strict=True):
         if x.shape != shape:
             raise ValueError(f"initial_state.{name} has shape {tuple(x.shape)}; these inputs need {shape}.")
-    return ScanState(*(x.to(inputs.u.dtype) for x in state))
+    return ScanState(*(x.to(dtype) for x in state))
 
 
 def check_inputs(inputs: ScanInputs) -> None:
