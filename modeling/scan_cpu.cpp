@@ -31,6 +31,9 @@ namespace {
 
 constexpr int64_t kSegment = 16;
 
+// Small pieces whose arguments are vectors: called and not inlined, each would pass them through memory.
+#define INLINE inline __attribute__((always_inline))
+
 #ifndef VECTOR_BYTES
 #if defined(__AVX512F__)
 #define VECTOR_BYTES 64
@@ -123,7 +126,7 @@ struct Sums {
 };
 
 template <typename T, int R, int Count, typename Row>
-inline Sums<T, R> sum_rows(int64_t first, const Row& row) {
+INLINE Sums<T, R> sum_rows(int64_t first, const Row& row) {
     if constexpr (Count == 1) {
         return row(first);
     } else {
@@ -137,9 +140,9 @@ inline Sums<T, R> sum_rows(int64_t first, const Row& row) {
 
 // The sum over the lanes of row(t) for each t below count, of which there is room for kSegment in `to`.
 template <typename T, typename Row>
-inline void sum_steps(int64_t count, T* to, const Row& row) {
+INLINE void sum_steps(int64_t count, T* to, const Row& row) {
     for (int64_t block = 0; block < count; block += kLanes<T>)
-        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t t) {
+        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t t) __attribute__((always_inline)) {
                               return t < count ? Sums<T, 1>{{row(t)}} : Sums<T, 1>{};
                           }).of[0];
 }
@@ -153,7 +156,7 @@ Vector<double> each_lane(Vector<double> x, F f) {
     return x;
 }
 
-inline Vector<float> nearest(Vector<float> x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
+INLINE Vector<float> nearest(Vector<float> x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
 
 template <typename V>
 V horner(V, float c) {
@@ -164,7 +167,7 @@ V horner(V x, float c, Rest... rest) {
     return horner(x, rest...) * x + c;
 }
 
-inline Vector<float> exponential(Vector<float> x) {
+INLINE Vector<float> exponential(Vector<float> x) {
     using I = VectorOf<float>::Integer;
     x = x < -87.3f ? all(-87.3f) : x;
     x = x > 88.3f ? all(88.3f) : x;
@@ -180,7 +183,7 @@ inline Vector<double> exponential(Vector<double> x) {
 }
 
 // log(1 + y) for y between 0 and 1, by the series of 2 artanh(y / (2 + y)).
-inline Vector<float> log_one_plus(Vector<float> y) {
+INLINE Vector<float> log_one_plus(Vector<float> y) {
     const Vector<float> s = y / (y + 2.0f);
     return 2.0f * s *
            horner(s * s, 1.0f, 1.0f / 3, 1.0f / 5, 1.0f / 7, 1.0f / 9, 1.0f / 11, 1.0f / 13, 1.0f / 15, 1.0f / 17);
@@ -190,7 +193,7 @@ inline Vector<double> log_one_plus(Vector<double> y) {
 }
 
 // Tangent hyperbolic; small arguments keep their relative precision, since phases add it up over a sequence.
-inline Vector<float> hyperbolic_tangent(Vector<float> x) {
+INLINE Vector<float> hyperbolic_tangent(Vector<float> x) {
     const Vector<float> size = x < 0.0f ? -x : x, e = exponential(-2.0f * size), square = x * x;
     const Vector<float> small =
         x + x * square * horner(square, -3.33332819422e-1f, 1.33314422036e-1f, -5.37397155531e-2f, 2.06390887954e-2f,
@@ -203,7 +206,7 @@ inline Vector<double> hyperbolic_tangent(Vector<double> x) {
 }
 
 // Sine and cosine of an angle between -pi and pi.
-inline void sine_cosine(Vector<float> x, Vector<float>& sine, Vector<float>& cosine) {
+INLINE void sine_cosine(Vector<float> x, Vector<float>& sine, Vector<float>& cosine) {
     using I = VectorOf<float>::Integer;
     const Vector<float> n = nearest(x * 0.636619772f);
     const Vector<float> r = ((x - n * 1.5703125f) - n * 4.83751297e-4f) - n * 7.54978995e-8f, z = r * r;
@@ -261,14 +264,14 @@ inline void put(double x, double& to) { to = x; }
 
 // Copies between memory and buffers, whose padding is set to zero.
 template <typename S, typename T>
-void load(const S* from, int64_t count, T* to) {
+INLINE void load(const S* from, int64_t count, T* to) {
     const int64_t whole = std::is_same_v<S, T> ? count - count % kLanes<T> : 0;
     for (int64_t i = 0; i < whole; i += kLanes<T>) std::memcpy(to + i, from + i, VECTOR_BYTES);
     for (int64_t i = whole; i < count; ++i) to[i] = value(from[i]);
     for (int64_t i = count; i < padded<T>(count); ++i) to[i] = T(0);
 }
 template <typename S, typename T>
-void store(const T* from, int64_t count, S* to) {
+INLINE void store(const T* from, int64_t count, S* to) {
     const int64_t whole = std::is_same_v<S, T> ? count - count % kLanes<T> : 0;
     for (int64_t i = 0; i < whole; i += kLanes<T>) std::memcpy(to + i, from + i, VECTOR_BYTES);
     for (int64_t i = whole; i < count; ++i) put(from[i], to[i]);
@@ -450,7 +453,7 @@ class Core {
         Panel to_u;
         V to_c{};
         for (int64_t block = 0; block < n(); block += L) {
-            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) {
+            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) __attribute__((always_inline)) {
                 Sums<T, 1> row{};
                 for (int w = 0; w < W; ++w) {
                     const V g = vec(grad + i * width + w * L);
@@ -519,7 +522,7 @@ class Core {
         for (int64_t t = s.steps - 1; t >= 0; --t)
             step_back(t, first, states + t * panel_size(), states + (t + 1) * panel_size(), grad, parts);
         for (int64_t block = 0; block < s.steps; block += L) {
-            const auto sums = sum_rows<T, 4, L>(block, [&](int64_t t) {
+            const auto sums = sum_rows<T, 4, L>(block, [&](int64_t t) __attribute__((always_inline)) {
                 Sums<T, 4> row;
                 for (int i = 0; i < 4; ++i) row.of[i] = t < kSegment ? vec(parts[i] + t * L) : V{};
                 return row;
@@ -543,7 +546,7 @@ class Core {
         Panel along_k, to_u, with_h;
         V to_s{};
         for (int64_t block = 0; block < n(); block += L) {
-            const auto sums = sum_rows<T, 2, L>(block, [&](int64_t i) {
+            const auto sums = sum_rows<T, 2, L>(block, [&](int64_t i) __attribute__((always_inline)) {
                 Sums<T, 2> row{};
                 for (int w = 0; w < W; ++w) {
                     const int64_t at = i * width + w * L;
@@ -581,7 +584,7 @@ class Core {
         const Panel q(s.q[t] + first), up(s.u[t] + first);
         const T d = s.d[t], r = s.r[t], *rk = s.rk[t];
         for (int64_t block = 0; block < n(); block += L) {
-            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) {
+            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) __attribute__((always_inline)) {
                 Sums<T, 1> row{};
                 for (int w = 0; w < W; ++w) {
                     const int64_t at = i * width + w * L;
@@ -873,7 +876,7 @@ struct Columns {
 // threads. It depends on the shape alone, as the order of sums does.
 template <typename S, typename T>
 int64_t heads_in_unit(const Mixer<S, T>& a) {
-    int64_t heads = 4;
+    int64_t heads = 16;
     while (heads > 1 && a.layout.rows * ((a.heads + heads - 1) / heads) < 32) heads /= 2;
     return heads;
 }
@@ -953,6 +956,29 @@ class SharedSegment {
     T *B_weight, *C_weight;
 };
 
+// Rows of a segment for each head of a unit. What a head needs of one token lies far from what it needs of the next, so
+// that memory is read and written a token at a time, for all heads.
+template <typename T, int64_t Fixed>
+class HeadRows {
+  public:
+    HeadRows(Buffers<T>& memory, int64_t heads, int64_t stride)
+        : stride{stride}, data(memory.take(heads * (kSegment + 1) * stride)) {}
+    T* of_head(int64_t i) const { return data + i * (kSegment + 1) * stride; }
+    // From row `t` of each head, and to it, `count` numbers each.
+    template <typename S>
+    void load_token(const S* from, int64_t heads, int64_t count, int64_t t) {
+        for (int64_t i = 0; i < heads; ++i) load(from + i * count, count, of_head(i) + t * stride);
+    }
+    template <typename S>
+    void store_token(int64_t t, int64_t heads, int64_t count, S* to) const {
+        for (int64_t i = 0; i < heads; ++i) store(of_head(i) + t * stride, count, to + i * count);
+    }
+
+  private:
+    Size<Fixed> stride;
+    T* data;
+};
+
 // One number for each step of a segment, in whole vectors.
 template <typename T>
 struct PerStep {
@@ -987,7 +1013,13 @@ class MixerWorker {
           s(memory, n, p),
           shared_gradients(shared_gradients),
           sums(sums),
-          z(memory, kSegment, s.channels),
+          z(s.y),
+          u_rows(memory, heads_in_unit(mixer), s.channels),
+          z_rows(memory, heads_in_unit(mixer), s.channels),
+          k_rows(memory, heads_in_unit(mixer), s.state),
+          grad_y_rows(memory, mixer.grad_out ? heads_in_unit(mixer) : 0, s.channels),
+          grad_u_rows(memory, mixer.grad_out ? heads_in_unit(mixer) : 0, s.channels),
+          grad_k_rows(memory, mixer.grad_out ? heads_in_unit(mixer) : 0, s.state),
           cosine(memory, kSegment + 1, s.state),
           sine(memory, kSegment + 1, s.state),
           bias_B(memory.take(s.state)),
@@ -1014,9 +1046,11 @@ class MixerWorker {
                 if (!start) std::copy_n(a.phase0 + pair(i) * m, m, a.kept_phase + kept_at(start, i) * m);
                 fill(start, steps, i);
                 with_core(s, [&](auto core) { core.forward(h + i * size(), nullptr); });
-                write_output();
+                gate_output();
                 finish(start, i);
             }
+            for (int64_t t = 0; t < steps; ++t)
+                z_rows.store_token(t, heads, p, a.out + (tokens[t] * a.heads + first) * p);
         }
         for (int64_t i = 0; i < heads; ++i) {
             store_state(h + i * size(), n, p, s, a.h + pair(i) * n * p);
@@ -1057,7 +1091,7 @@ class MixerWorker {
                 std::copy_n(s.grad_u[0], s.channels, to_u + i * s.channels);
                 coefficients_back(to_theta.data() + i * m);
             }
-            write_shared();
+            write_gradients();
         }
         for (int64_t i = 0; i < heads; ++i) {
             store_state(grad_h + i * size(), n, p, s, a.grad_h0 + pair(i) * n * p);
@@ -1086,8 +1120,29 @@ class MixerWorker {
     int64_t begin_segment(int64_t start) {
         const int64_t steps = std::min(kSegment, length - start);
         for (int64_t t = 0; t < steps; ++t) tokens[t] = a.layout.token(row, start + t);
+        if (start) load_u(a.layout.token(row, start - 1), 0);
+        for (int64_t t = 0; t < steps; ++t) {
+            z_rows.load_token(a.projected + tokens[t] * a.width + columns.z + first * p, heads, p, t);
+            load_u(tokens[t], t + 1);
+            if (a.k) k_rows.load_token(a.k + (tokens[t] * a.heads + first) * n, heads, n, t);
+            if (a.grad_out) grad_y_rows.load_token(a.grad_out + (tokens[t] * a.heads + first) * p, heads, p, t);
+        }
         shared.fill(row, start, steps);
         return steps;
+    }
+    void load_u(int64_t token, int64_t t) {
+        u_rows.load_token(a.projected + token * a.width + columns.u + first * p, heads, p, t);
+    }
+
+    void choose_head(int64_t i) {
+        head = first + i;
+        s.u.data = u_rows.of_head(i);
+        s.k.data = k_rows.of_head(i);
+        z.data = z_rows.of_head(i);
+        if (!a.grad_out) return;
+        s.grad_y.data = grad_y_rows.of_head(i);
+        s.grad_u.data = grad_u_rows.of_head(i);
+        s.grad_k.data = grad_k_rows.of_head(i);
     }
 
     // Memory for all heads of a unit, made when it is first asked for.
@@ -1099,7 +1154,7 @@ class MixerWorker {
 
     // The coefficients of head i: see the equations in mixer_mamba3.py.
     void fill(int64_t start, int64_t steps, int64_t i) {
-        head = first + i;
+        choose_head(i);
         s.steps = steps;
         s.D = a.D[head];
         for (int64_t t = 0; t < steps; ++t) {
@@ -1108,7 +1163,6 @@ class MixerWorker {
             A_raw[t] = value(from[columns.A + head]) + (a.A_bias ? a.A_bias[head] : T(0));
             trap_raw[t] = value(from[columns.trap + head]);
             if (a.k) beta_raw[t] = value(a.beta[tokens[t] * a.heads + head]);
-            load(from + columns.u + head * p, p, s.u[t + 1]);
         }
         fill_gates();
         fill_angles(start, i);
@@ -1183,7 +1237,6 @@ class MixerWorker {
     }
 
     void fill_k() {
-        for (int64_t t = 0; t < s.steps; ++t) load(a.k + (tokens[t] * a.heads + head) * n, n, s.k[t]);
         sum_steps<T>(s.steps, k_length.of, [&](int64_t t) { return s.products(s.k[t], s.k[t]); });
         for (int64_t t = 0; t < s.steps; ++t) {
             k_length[t] = std::sqrt(k_length[t]);
@@ -1196,12 +1249,9 @@ class MixerWorker {
     void fill_B(int64_t start, int64_t i) {
         load(a.B_bias + head * n, n, bias_B);
         for (int64_t t = start ? -1 : 0; t < s.steps; ++t) rotate(shared.B[t + 1], bias_B, t + 1, s.B[t + 1]);
-        if (start) {
-            load(a.projected + a.layout.token(row, start - 1) * a.width + columns.u + head * p, p, s.u[0]);
-        } else {
-            load(a.B0 + pair(i) * n, n, s.B[0]);
-            load(a.u0 + pair(i) * p, p, s.u[0]);
-        }
+        if (start) return;
+        load(a.B0 + pair(i) * n, n, s.B[0]);
+        load(a.u0 + pair(i) * p, p, s.u[0]);
     }
 
     void use_k_as_B() {
@@ -1233,23 +1283,16 @@ class MixerWorker {
         return scale;
     }
 
-    void load_gate() {
-        for (int64_t t = 0; t < s.steps; ++t)
-            load(a.projected + tokens[t] * a.width + columns.z + head * p, p, z[t]);
-    }
-
-    void write_output() {
+    // In place of the gate.
+    void gate_output() {
         load_output_weight();
-        load_gate();
         const PerStep<T> scale = output_scale();
-        for (int64_t t = 0; t < s.steps; ++t) {
+        for (int64_t t = 0; t < s.steps; ++t)
             for (int64_t i = 0; i < s.channels; i += kLanes<T>) {
                 const V gate = vec(z[t] + i), y = vec(s.y[t] + i) * scale[t];
                 const V normed = a.norm_weight ? y * vec(weight + i) : y;
                 vec(z[t] + i) = normed * gate * sigmoid<T>(gate);
             }
-            store(z[t], p, a.out + (tokens[t] * a.heads + head) * p);
-        }
     }
 
     // The state after the segment, for the next one or, after the last one, for the caller.
@@ -1270,15 +1313,13 @@ class MixerWorker {
         if (s.carries) std::copy_n(a.u0 + pair(i) * p, p, a.u + pair(i) * p);
     }
 
-    // From the gradient of the output to that of y, of the gate and of the norm's weight.
+    // From the gradient of the output to that of y, of the gate and of the norm's weight; the first two in place.
     void output_back() {
         load_output_weight();
-        load_gate();
         const PerStep<T> scale = output_scale();
         T* weight_sum = sums_of_head().norm_weight;
         for (int64_t t = 0; t < s.steps; ++t) {
             T *grad = s.grad_y[t], *gate = z[t];
-            load(a.grad_out + (tokens[t] * a.heads + head) * p, p, grad);
             V with_y{};
             for (int64_t i = 0; i < s.channels; i += kLanes<T>) {
                 const V g = vec(grad + i), x = vec(gate + i), open = sigmoid<T>(x), y = vec(s.y[t] + i) * scale[t];
@@ -1289,7 +1330,6 @@ class MixerWorker {
                 with_y += to_normed * wt * y;
                 vec(weight_sum + i) += to_normed * y;
             }
-            store(gate, p, a.grad_projected + tokens[t] * a.width + columns.z + head * p);
             if (!a.norm_weight) continue;
             const T mean = sum_lanes<T>(with_y) / T(p);
             for (int64_t i = 0; i < s.channels; i += kLanes<T>)
@@ -1307,7 +1347,6 @@ class MixerWorker {
             if (m) angles_back(t, to_theta, grad_dt);
             turn_back(s.grad_C[t], t, shared.grad_C[t], sum.C_bias);
             if (s.carries) turn_back(s.grad_B[t + 1], t, shared.grad_B[t], sum.B_bias);
-            store(s.grad_u[t + 1], p, a.grad_projected + tokens[t] * a.width + columns.u + head * p);
         }
         if (a.k) k_back();
         gates_back(grad_dt, sum.scalars);
@@ -1348,7 +1387,6 @@ class MixerWorker {
             const T part = k_length[t] > kShortest ? along[t] : T(0), scale = T(1) / std::max(k_length[t], kShortest);
             for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) -= part * vec(s.k[t] + i);
             for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) = scale * turned_back(grad, t, i);
-            store(grad, n, a.grad_k + (tokens[t] * a.heads + head) * n);
         }
     }
 
@@ -1378,8 +1416,12 @@ class MixerWorker {
         sum[2] += s.grad_D;
     }
 
-    void write_shared() {
+    void write_gradients() {
         for (int64_t t = 0; t < s.steps; ++t) {
+            S* projected = a.grad_projected + tokens[t] * a.width;
+            z_rows.store_token(t, heads, p, projected + columns.z + first * p);
+            grad_u_rows.store_token(t + 1, heads, p, projected + columns.u + first * p);
+            if (a.k) grad_k_rows.store_token(t, heads, n, a.grad_k + (tokens[t] * a.heads + first) * n);
             T* to = shared_gradients + (unit * a.tokens + tokens[t]) * (2 * n + m);
             store(shared.grad_B[t], n, to);
             store(shared.grad_C[t], n, to + n);
@@ -1398,6 +1440,10 @@ class MixerWorker {
     Segment<T, N, P> s;
     T *shared_gradients, *sums;
     Rows<T, P> z;
+    HeadRows<T, P> u_rows, z_rows;
+    HeadRows<T, N> k_rows;
+    HeadRows<T, P> grad_y_rows, grad_u_rows;
+    HeadRows<T, N> grad_k_rows;
     Rows<T, N> cosine, sine;
     T *bias_B, *bias_C, *weight, *angles, *sines, *cosines, *turns, *h = nullptr, *states = nullptr, *of_heads[4] = {};
     std::vector<double> theta, to_theta;  // to_theta: what the steps from one on owe to its angles
@@ -1532,7 +1578,7 @@ template <typename T>
 void multiply(const T* W, const T* x, int64_t rows, int64_t columns, T* y) {
     const int64_t whole = columns - columns % kLanes<T>;
     for (int64_t block = 0; block < rows; block += kLanes<T>) {
-        const auto sums = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) {
+        const auto sums = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) __attribute__((always_inline)) {
             Sums<T, 1> row{};
             if (i >= rows) return row;
             const T* w = W + i * columns;
