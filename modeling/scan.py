@@ -36,7 +36,9 @@ class Backend(NamedTuple):
 BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
-    "cpu": Backend(unavailable=unavailable, run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu),
+    "cpu": Backend(
+        unavailable=unavailable, run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu, half=(torch.bfloat16,)
+    ),
     "triton": Backend(scan_triton, triton_unavailable),
 }
 

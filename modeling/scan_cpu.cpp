@@ -689,26 +689,33 @@ void in_parallel(int64_t count, int64_t threads, int64_t multiplications, const 
 }  // namespace
 
 // Tensors are contiguous. Those of tokens are (tokens, heads, ...), those of states (rows, heads, ...), `kept` is
-// (slots, heads, state, channels). A null `carry`, `k` or `D` leaves out that term. Gradients are written, not added;
-// grad_D is (rows, heads).
-template <typename T>
+// (slots, heads, state, channels). S is the type of u, B, C, k and y, T that of all else. A null `carry`, `k` or `D`
+// leaves out that term. Gradients are written, not added; grad_D is (rows, heads).
+template <typename S, typename T>
 struct Scan {
     Layout layout;
     int64_t heads, state, channels, threads;
-    const T *u, *B, *C, *log_decay, *write, *carry, *k, *reflection, *D, *h0, *B0, *u0;
-    T *y, *h, *kept;
-    const T *grad_y, *grad_h;
-    T *grad_u, *grad_B, *grad_C, *grad_log_decay, *grad_write, *grad_carry, *grad_k, *grad_reflection, *grad_D;
-    T *grad_h0, *grad_B0, *grad_u0;
+    const S *u, *B, *C;
+    const T *log_decay, *write, *carry;
+    const S* k;
+    const T *reflection, *D, *h0, *B0, *u0;
+    S* y;
+    T *h, *kept;
+    const S* grad_y;
+    const T* grad_h;
+    S *grad_u, *grad_B, *grad_C;
+    T *grad_log_decay, *grad_write, *grad_carry;
+    S* grad_k;
+    T *grad_reflection, *grad_D, *grad_h0, *grad_B0, *grad_u0;
 };
 
 namespace {
 
 // Works on one row and head after another.
-template <typename T>
+template <typename S, typename T>
 class GeneralWorker {
   public:
-    explicit GeneralWorker(const Scan<T>& scan)
+    explicit GeneralWorker(const Scan<S, T>& scan)
         : a(scan), n(scan.state), p(scan.channels), s(memory, n, p), h(memory.take(s.state * s.channels)) {
         s.reflects = a.k;
         s.carries = a.carry;
@@ -776,8 +783,8 @@ class GeneralWorker {
 
     void fill(int64_t start) {
         s.steps = std::min(kSegment, length - start);
-        load(start ? a.B + at(start - 1) * n : a.B0 + pair * n, n, s.B[0]);
-        load(start ? a.u + at(start - 1) * p : a.u0 + pair * p, p, s.u[0]);
+        start ? load(a.B + at(start - 1) * n, n, s.B[0]) : load(a.B0 + pair * n, n, s.B[0]);
+        start ? load(a.u + at(start - 1) * p, p, s.u[0]) : load(a.u0 + pair * p, p, s.u[0]);
         for (int64_t t = 0; t < s.steps; ++t) {
             const int64_t i = at(start + t);
             load(a.B + i * n, n, s.B[t + 1]);
@@ -806,7 +813,7 @@ class GeneralWorker {
         }
     }
 
-    const Scan<T>& a;
+    const Scan<S, T>& a;
     const int64_t n, p;
     Buffers<T> memory;
     Segment<T, 0, 0> s;
@@ -820,11 +827,11 @@ int64_t tokens_in(const Layout& layout) {
     return count;
 }
 
-template <typename T>
-void run(const Scan<T>& scan, bool forward) {
+template <typename S, typename T>
+void run(const Scan<S, T>& scan, bool forward) {
     const int64_t work = tokens_in(scan.layout) * scan.heads * scan.state * scan.channels;
     in_parallel(scan.layout.rows * scan.heads, scan.threads, work, [&] {
-        return [worker = GeneralWorker<T>(scan), forward](int64_t i) mutable {
+        return [worker = GeneralWorker<S, T>(scan), forward](int64_t i) mutable {
             forward ? worker.forward(i) : worker.backward(i);
         };
     });
@@ -886,17 +893,17 @@ int64_t units_in_row(const Mixer<S, T>& a) {
     return (a.heads + heads_in_unit(a) - 1) / heads_in_unit(a);
 }
 
-// Sums over tokens that the backward pass makes for each row and head.
-template <typename T>
+// Sums over tokens that the backward pass makes for each row and head: of a segment in X = T, of a row in double.
+template <typename T, typename X = T>
 struct HeadSums {
-    HeadSums(int64_t n, int64_t p, T* at = nullptr)
+    HeadSums(int64_t n, int64_t p, X* at = nullptr)
         : size(padded<T>(3) + 2 * padded<T>(n) + padded<T>(p)),
           scalars(at),
           B_bias(at + padded<T>(3)),
           C_bias(B_bias + padded<T>(n)),
           norm_weight(C_bias + padded<T>(n)) {}
     int64_t size;
-    T *scalars, *B_bias, *C_bias, *norm_weight;  // scalars: dt_bias, A_bias, D
+    X *scalars, *B_bias, *C_bias, *norm_weight;  // scalars: dt_bias, A_bias, D
 };
 
 // What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of
@@ -1003,7 +1010,7 @@ class MixerWorker {
   public:
     // shared_gradients: (units in a row, tokens, 2 state + pairs), of normalised B, C and omega; sums: `HeadSums` of
     // each pair.
-    MixerWorker(const Mixer<S, T>& mixer, T* shared_gradients, T* sums)
+    MixerWorker(const Mixer<S, T>& mixer, T* shared_gradients, double* sums)
         : a(mixer),
           columns(mixer),
           n{mixer.state},
@@ -1013,6 +1020,7 @@ class MixerWorker {
           s(memory, n, p),
           shared_gradients(shared_gradients),
           sums(sums),
+          segment_sums(memory.take(HeadSums<T>(n, p).size)),
           z(s.y),
           u_rows(memory, heads_in_unit(mixer), s.channels),
           z_rows(memory, heads_in_unit(mixer), s.channels),
@@ -1070,7 +1078,6 @@ class MixerWorker {
             if (s.carries) load(a.grad_B + pair(i) * n, n, to_B + i * s.state);
             if (s.carries) load(a.grad_u + pair(i) * p, p, to_u + i * s.channels);
             std::copy_n(a.grad_phase + pair(i) * m, m, to_theta.begin() + i * m);
-            std::fill_n(heads_buffer(3) + i * sums_size(), sums_size(), T(0));
         }
         for (int64_t start = (length - 1) / kSegment * kSegment; length && start >= 0; start -= kSegment) {
             const int64_t steps = begin_segment(start);
@@ -1090,6 +1097,7 @@ class MixerWorker {
                 std::copy_n(s.grad_B[0], s.state, to_B + i * s.state);
                 std::copy_n(s.grad_u[0], s.channels, to_u + i * s.channels);
                 coefficients_back(to_theta.data() + i * m);
+                add_sums(i);
             }
             write_gradients();
         }
@@ -1098,13 +1106,16 @@ class MixerWorker {
             if (s.carries) store(to_B + i * s.state, n, a.grad_B0 + pair(i) * n);
             if (s.carries) store(to_u + i * s.channels, p, a.grad_u0 + pair(i) * p);
             std::copy_n(to_theta.begin() + i * m, m, a.grad_phase0 + pair(i) * m);
-            std::copy_n(heads_buffer(3) + i * sums_size(), sums_size(), sums + pair(i) * sums_size());
         }
     }
 
   private:
-    int64_t sums_size() const { return HeadSums<T>(n, p).size; }
-    HeadSums<T> sums_of_head() { return HeadSums<T>(n, p, heads_buffer(3) + (head - first) * sums_size()); }
+    HeadSums<T> sums_of_segment() { return HeadSums<T>(n, p, segment_sums); }
+    void add_sums(int64_t i) {
+        const int64_t size = sums_of_segment().size;
+        for (int64_t j = 0; j < size; ++j) sums[pair(i) * size + j] += double(segment_sums[j]);
+        std::fill_n(segment_sums, size, T(0));
+    }
     int64_t size() const { return s.state * s.channels; }
     int64_t pair(int64_t i) const { return row * a.heads + first + i; }
     int64_t kept_at(int64_t t, int64_t i) const { return a.layout.slot(row, t) * a.heads + first + i; }
@@ -1147,7 +1158,7 @@ class MixerWorker {
 
     // Memory for all heads of a unit, made when it is first asked for.
     T* heads_buffer(int which) {
-        const int64_t sizes[4] = {size(), s.state, s.channels, sums_size()};
+        const int64_t sizes[3] = {size(), s.state, s.channels};
         if (!of_heads[which]) of_heads[which] = memory.take(heads_in_unit(a) * sizes[which]);
         return of_heads[which];
     }
@@ -1317,7 +1328,7 @@ class MixerWorker {
     void output_back() {
         load_output_weight();
         const PerStep<T> scale = output_scale();
-        T* weight_sum = sums_of_head().norm_weight;
+        T* weight_sum = sums_of_segment().norm_weight;
         for (int64_t t = 0; t < s.steps; ++t) {
             T *grad = s.grad_y[t], *gate = z[t];
             V with_y{};
@@ -1341,7 +1352,7 @@ class MixerWorker {
         if (!s.carries)
             for (int64_t t = 0; t < s.steps; ++t)
                 for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(s.grad_k[t] + i) += vec(s.grad_B[t + 1] + i);
-        const HeadSums<T> sum = sums_of_head();
+        const HeadSums<T> sum = sums_of_segment();
         PerStep<T> grad_dt;
         for (int64_t t = s.steps - 1; t >= 0; --t) {
             if (m) angles_back(t, to_theta, grad_dt);
@@ -1438,14 +1449,16 @@ class MixerWorker {
     Buffers<T> memory;
     SharedSegment<S, T, N> shared;
     Segment<T, N, P> s;
-    T *shared_gradients, *sums;
+    T* shared_gradients;
+    double* sums;
+    T* segment_sums;
     Rows<T, P> z;
     HeadRows<T, P> u_rows, z_rows;
     HeadRows<T, N> k_rows;
     HeadRows<T, P> grad_y_rows, grad_u_rows;
     HeadRows<T, N> grad_k_rows;
     Rows<T, N> cosine, sine;
-    T *bias_B, *bias_C, *weight, *angles, *sines, *cosines, *turns, *h = nullptr, *states = nullptr, *of_heads[4] = {};
+    T *bias_B, *bias_C, *weight, *angles, *sines, *cosines, *turns, *h = nullptr, *states = nullptr, *of_heads[3] = {};
     std::vector<double> theta, to_theta;  // to_theta: what the steps from one on owe to its angles
     PerStep<T> dt_raw, A_raw, trap_raw, beta_raw, dt, rate, lambda, beta, k_length;
     int64_t tokens[kSegment];
@@ -1456,12 +1469,11 @@ class MixerWorker {
 template <typename S, typename T>
 class SharedBackward {
   public:
-    SharedBackward(const Mixer<S, T>& mixer, const T* gradients, T* sums)
+    SharedBackward(const Mixer<S, T>& mixer, const T* gradients, double* sums)
         : a(mixer), columns(mixer), gradients(gradients), sums(sums), total(2 * mixer.state + mixer.pairs) {}
 
     void operator()(int64_t row) {
-        T* sum = sums + row * 2 * a.state;
-        std::fill_n(sum, 2 * a.state, T(0));
+        double* sum = sums + row * 2 * a.state;
         for (int64_t t = 0; t < a.layout.length(row); ++t) {
             const int64_t token = a.layout.token(row, t), n = a.state;
             std::fill(total.begin(), total.end(), T(0));
@@ -1484,7 +1496,7 @@ class SharedBackward {
         return total[2 * a.state + j] * T(kPi) * (T(1) - tangent * tangent);
     }
 
-    void norm_back(const S* x, const T* weight, const T* grad, S* to, T* to_weight) const {
+    void norm_back(const S* x, const T* weight, const T* grad, S* to, double* to_weight) const {
         T squares = 0, along = 0;
         for (int64_t i = 0; i < a.state; ++i) squares += value(x[i]) * value(x[i]);
         const T scale = T(1) / std::sqrt(squares / T(a.state) + T(a.epsilon));
@@ -1499,15 +1511,15 @@ class SharedBackward {
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
     const T* gradients;
-    T* sums;
+    double* sums;
     std::vector<T> total;
 };
 
 // Adds what the rows found to the gradients of the parameters.
 template <typename S, typename T>
-void add_parameter_gradients(const Mixer<S, T>& a, T* sums, const T* norm_sums) {
+void add_parameter_gradients(const Mixer<S, T>& a, double* sums, const double* norm_sums) {
     const int64_t n = a.state, p = a.channels;
-    const auto add = [&](T* to, const T* from, int64_t row_stride, int64_t count) {
+    const auto add = [&](T* to, const double* from, int64_t row_stride, int64_t count) {
         if (!to) return;
         std::vector<double> total(count);
         for (int64_t row = 0; row < a.layout.rows; ++row)
@@ -1516,7 +1528,7 @@ void add_parameter_gradients(const Mixer<S, T>& a, T* sums, const T* norm_sums) 
     };
     const int64_t size = HeadSums<T>(n, p).size, stride = a.heads * size;
     for (int64_t head = 0; head < a.heads; ++head) {
-        const HeadSums<T> from(n, p, sums + head * size);
+        const HeadSums<T, double> from(n, p, sums + head * size);
         add(a.grad_dt_bias + head, from.scalars, stride, 1);
         add(a.grad_A_bias ? a.grad_A_bias + head : nullptr, from.scalars + 1, stride, 1);
         add(a.grad_D + head, from.scalars + 2, stride, 1);
@@ -1529,7 +1541,7 @@ void add_parameter_gradients(const Mixer<S, T>& a, T* sums, const T* norm_sums) 
 }
 
 template <int64_t N, int64_t P, typename S, typename T>
-void run_units(const Mixer<S, T>& a, bool forward, T* shared_gradients, T* sums) {
+void run_units(const Mixer<S, T>& a, bool forward, T* shared_gradients, double* sums) {
     const int64_t work = tokens_in(a.layout) * a.heads * a.state * a.channels;
     in_parallel(a.layout.rows * units_in_row(a), a.threads, work, [&] {
         return [worker = MixerWorker<S, T, N, P>(a, shared_gradients, sums), forward](int64_t i) mutable {
@@ -1540,7 +1552,8 @@ void run_units(const Mixer<S, T>& a, bool forward, T* shared_gradients, T* sums)
 
 template <typename S, typename T>
 void run(const Mixer<S, T>& a, bool forward) {
-    std::vector<T> shared_gradients, sums, norm_sums;
+    std::vector<T> shared_gradients;
+    std::vector<double> sums, norm_sums;
     if (!forward) {
         shared_gradients.resize(units_in_row(a) * a.tokens * (2 * a.state + a.pairs));
         sums.resize(a.layout.rows * a.heads * HeadSums<T>(a.state, a.channels).size);
@@ -1622,10 +1635,12 @@ void step(const MixerStep<T>& a) {
 }  // namespace
 
 extern "C" {
-void scan_forward_float(const Scan<float>* scan) { run(*scan, true); }
-void scan_forward_double(const Scan<double>* scan) { run(*scan, true); }
-void scan_backward_float(const Scan<float>* scan) { run(*scan, false); }
-void scan_backward_double(const Scan<double>* scan) { run(*scan, false); }
+void scan_forward_float(const Scan<float, float>* scan) { run(*scan, true); }
+void scan_forward_double(const Scan<double, double>* scan) { run(*scan, true); }
+void scan_forward_bfloat16(const Scan<BFloat16, float>* scan) { run(*scan, true); }
+void scan_backward_float(const Scan<float, float>* scan) { run(*scan, false); }
+void scan_backward_double(const Scan<double, double>* scan) { run(*scan, false); }
+void scan_backward_bfloat16(const Scan<BFloat16, float>* scan) { run(*scan, false); }
 void mixer_forward_float(const Mixer<float, float>* mixer) { run(*mixer, true); }
 void mixer_forward_double(const Mixer<double, double>* mixer) { run(*mixer, true); }
 void mixer_forward_bfloat16(const Mixer<BFloat16, float>* mixer) { run(*mixer, true); }

@@ -56,7 +56,7 @@ def scan_operator(
 
 @scan_operator.register_fake
 def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
-    kept = u.new_empty(kept_slots(h0.shape[0], u.shape[0] * u.shape[1]), *h0.shape[1:])
+    kept = h0.new_empty(kept_slots(h0.shape[0], u.shape[0] * u.shape[1]), *h0.shape[1:])
     return u.new_empty(u.shape), h0.new_empty(h0.shape), kept
 
 
@@ -118,6 +118,6 @@ scan_operator.register_autograd(backward, setup_context=keep_for_backward)
 
 
 def scan_cpu(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and the last h of each sequence, as `scan_definition` finds them."""
+    """y and the last h of each sequence, as `scan_definition` finds them. u, B, C and k may be bfloat16."""
     y, h, _ = scan_operator(*inputs, *initial, *sequences)
     return y, h

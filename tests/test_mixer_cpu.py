@@ -101,7 +101,10 @@ def test_padded_and_packed_sequences(option):
 
 @pytest.mark.parametrize("option", ["paper", "rank0", "contractive", "delta", "exact_tracking"])
 def test_float32_to_length_2048_is_as_exact_as_the_definition(option):
-    """Angles and sums over 2,048 steps cost the definition itself up to 2e-5 of the RMS in float32."""
+    """
+    The RMS of the deviation is below 1e-5 of that of the result. Its largest entry is not, in float32, for the
+    definition itself: it is at up to 3e-5 where a gradient is many times its RMS.
+    """
     mixer = Mamba3NPLRModel(Mamba3NPLRConfig(hidden_size=32, expand=1, **OPTIONS[option])).layers[0].mixer
     x = torch.randn(1, 2048, 32)
     projected = [mixer.in_proj(x), *((mixer.k_proj(x), mixer.beta_proj(x)) if mixer.config.reflection_rank else ())]
@@ -113,6 +116,7 @@ def test_float32_to_length_2048_is_as_exact_as_the_definition(option):
         if expected[name].numel():
             allowed = max(1e-5, 2 * error(definition[name], expected[name]))
             assert error(found[name], expected[name]) < allowed, name
+            assert (found[name] - expected[name]).norm() < 1e-5 * expected[name].norm(), name
 
 
 def mix_with_gradients(mixer, projected, state, backend):

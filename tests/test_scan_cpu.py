@@ -11,7 +11,8 @@ import torch
 from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling import cpu_library
 from mamba3_nplr.modeling.cpu_operator import SOURCE, library, unavailable
-from mamba3_nplr.modeling.scan_cpu import SEGMENT, scan_operator
+from mamba3_nplr.modeling.scan import BACKENDS
+from mamba3_nplr.modeling.scan_cpu import SEGMENT, scan_cpu, scan_operator
 from mamba3_nplr.modeling.scan_definition import ScanInputs
 from model_cases import build, tokens
 from sanitized import SANITIZERS, run_sanitized
@@ -58,6 +59,43 @@ def test_float32_to_length_2048(form):
     found = run_with_gradients(inputs, state, "cpu")
     for name in expected:
         assert error(found[name], expected[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("form", ["contractive", "rank0", "delta"])
+def test_bfloat16_is_read_and_rounded_but_computed_in_float32(form):
+    inputs = scan_inputs(length=37, heads=3, n=16, channels=5, form=form, dtype=torch.float32)
+    state = scan_state(inputs)
+    half = {name: getattr(inputs, name) for name in ("u", "B", "C", "k") if getattr(inputs, name) is not None}
+    half = {name: x.bfloat16() for name, x in half.items()}
+    expected = run_operator(inputs._replace(**{name: x.float() for name, x in half.items()}), state)
+    found = run_operator(inputs._replace(**half), state)
+    assert found["y"].dtype == found["grad_u"].dtype == torch.bfloat16
+    for name, x in found.items():
+        assert torch.equal(x, expected[name].to(x.dtype)), name
+
+
+def run_operator(inputs, state):
+    """Results of the operator itself and, for the gradient of all ones, its gradients."""
+    inputs, state = with_grad(inputs), with_grad(state)
+    y, h, _ = scan_operator(*inputs, *state, None, None)
+    torch.autograd.backward((y, h), (torch.ones_like(y), torch.ones_like(h)))
+    leaves = inputs._asdict() | {f"initial_{name}": x for name, x in state._asdict().items()}
+    grads = {f"grad_{name}": x.grad for name, x in leaves.items() if x is not None}
+    return {"y": y.detach(), "h": h.detach()} | grads
+
+
+def test_the_scan_hands_bfloat16_on_as_it_is(monkeypatch):
+    seen = {}
+
+    def spy(inputs, initial, order):
+        seen.update({name: x.dtype for name, x in inputs._asdict().items()})
+        return scan_cpu(inputs, initial, order)
+
+    monkeypatch.setitem(BACKENDS, "cpu", BACKENDS["cpu"]._replace(run_sequences=spy))
+    inputs = ScanInputs(*(x.bfloat16() for x in scan_inputs(dtype=torch.float32)))
+    y, state = run(inputs, backend="cpu")
+    assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {"u", "B", "C", "k"}
+    assert y.dtype == torch.bfloat16 and {x.dtype for x in state} == {torch.float32}
 
 
 def test_full_reflections_along_one_direction_lose_no_more_than_the_definition():
