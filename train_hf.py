@@ -29,6 +29,7 @@ from mamba3_nplr.datasets_scripts.evaluation import evaluate, main_metric, scala
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.hub_upload import MODEL_FILES, PushCheckpoints, plan_run
 from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, parse_run
+from mamba3_nplr.modeling.host_memory import keep_memory
 from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
 
 
@@ -48,6 +49,7 @@ def train(run: TrainingRun) -> dict:
     """Trains, evaluates and saves; returns what `results.json` holds."""
     args = run.args
     share_cores()
+    keep_memory()
     [checkpoint] = broadcast_object_list([run_record.find_checkpoint(run) if args.process_index == 0 else None])
     repository = create_repository(args)
     transformers.set_seed(args.seed)

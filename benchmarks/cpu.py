@@ -7,6 +7,8 @@ All variants take turns in one run, so that a noisy machine slows them alike; ra
 floor is the block in eager torch with the scan replaced by the identity, which still asks for every gradient: what is
 left are the projections and the coefficients. `floor_pruned` asks for that of u alone, so that torch leaves out the
 backward pass of the coefficients, and of one projection too. Peak memory is that of a pass in a process of its own.
+The process keeps the memory that it frees, as train_hf.py does; `--default_malloc` leaves that to the system, which
+costs the floor more than the compiled block.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
+from mamba3_nplr.modeling.host_memory import keep_memory
 from mamba3_nplr.modeling.scan import BACKENDS, Backend
 from transformers import Mamba2Config, Qwen3NextConfig
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
@@ -211,6 +214,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="turns that count (default: %(default)s)")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, metavar="SHAPE")
     parser.add_argument("--leave_out", nargs="+", default=[], choices=(*SCANS[1:], *PEERS), metavar="VARIANT")
+    parser.add_argument("--default_malloc", action="store_true", help="do not keep memory that is freed")
     parser.add_argument("--out", type=Path, help="JSON file to write, such as results/cpu.json")
     parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
     parser.add_argument("--peak_memory", nargs=2, metavar=("SHAPE", "VARIANT"), help=argparse.SUPPRESS)
@@ -219,11 +223,14 @@ def main() -> None:
     if given.peak_memory:
         print_peak_memory(*given.peak_memory)
         return
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {given.repeats}\n")
+    kept = not given.default_malloc and keep_memory()
+    settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}
+    settings["keeps_memory"] = kept
+    print(", ".join(f"{name} {value}" for name, value in settings.items()), end="\n\n")
     print("| shape | variant | forward (ms) | backward (ms) | ratio to floor | peak memory (MB) |")
     print("| --- | --- | --- | --- | --- | --- |")
     variants = [variant for variant in (*SCANS, *PEERS) if variant not in given.leave_out]
-    results = {"settings": {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}}
+    results = {"settings": settings}
     results["blocks"] = {shape: compare_blocks(shape, given.repeats, variants) for shape in given.shapes}
     results["scaling"] = measure_scaling(given.repeats)
     print("\n| length | microseconds a token |\n| --- | --- |")
