@@ -16,6 +16,7 @@ DATASETS = textwrap.dedent(
     """
     import sys
     from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError, NonMatchingSplitsSizesError
     from huggingface_hub import HfApi, create_repo
     from mamba3_nplr.datasets_scripts.tasks import make_task
 
@@ -37,6 +38,32 @@ DATASETS = textwrap.dedent(
         check(whole, name, split)
         check(load_dataset("user/name", name, split=split, streaming=True), name, split)
     assert len(load_dataset("user/name", "z5", split="train")) == 20
+
+    # Private ones look to others as if they were not there; every revision stays.
+    api.create_repo("user/private", repo_type="dataset", private=True)
+    first = api.upload_folder(repo_id="user/private", repo_type="dataset", folder_path=out).oid
+    api.create_branch("user/private", repo_type="dataset", branch="next")
+    gone = {"repo_id": "user/private", "repo_type": "dataset", "revision": "next"}
+    api.delete_folder("shell", **gone)
+    for token in (False, "hf_other"):
+        for streaming in (False, True):
+            try:
+                load_dataset("user/private", "shell", token=token, streaming=streaming)
+            except DatasetNotFoundError as error:
+                assert "user/private" in str(error)
+            else:
+                raise AssertionError("read without the right to")
+    reader = {"token": "hf_reader", "split": "test_standard"}
+    for revision in ("main", first):
+        for streaming in (False, True):
+            options = {"revision": revision, "streaming": streaming, **reader}
+            check(load_dataset("user/private", "shell", **options), "shell", "test_standard")
+    try:
+        load_dataset("user/private", "shell", revision="next", **reader)
+    except NonMatchingSplitsSizesError:
+        pass  # there the card still lists what has been deleted
+    else:
+        raise AssertionError("read what is in another revision")
 
     local = load_dataset(out, "z5", split="validation")
     create_repo("user/changed", repo_type="dataset")
@@ -112,6 +139,8 @@ FAULTY_DATASETS = FAULTS + textwrap.dedent(
     faults(damaged_downloads=1, position=position, path=FILE)
     wrong = rows(load_dataset, download_mode="force_redownload")
     assert len(wrong) == 6 and wrong != whole
+    found = api.verify_repo_checksums("user/name", repo_type="dataset").mismatches  # as `hf cache verify`
+    assert [mismatch["path"] for mismatch in found] == [FILE]
     fails(rows, OSError, f"{FILE} of user/name did not arrive as uploaded", "has been removed", "load again")
     assert rows() == whole and rows(load_dataset) == whole
     everything = load_checked("user/name", "z5")
@@ -170,8 +199,9 @@ REFUSED_DATASETS = REFUSED + textwrap.dedent(
 MODELS = REFUSED + textwrap.dedent(
     """
     import torch
-    from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification
+    from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification, pad_sequences
     from safetensors.torch import save_file
+    from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "state_size": 6, "head_dim": 4}
@@ -183,8 +213,20 @@ MODELS = REFUSED + textwrap.dedent(
     model.save_pretrained("shards", push_to_hub=True, repo_id="user/shards", max_shard_size="5KB")
     refused(lambda: model.push_to_hub("user/model", token="hf_wrong"))
     ids = torch.randint(0, 11, (3, 9))
-    with torch.no_grad():
-        save_file({"ids": ids, "logits": model(ids).logits}, "expected.safetensors")
+
+    @torch.no_grad()
+    def logits():
+        return model.eval()(ids).logits
+
+    expected = {"ids": ids, "user/model": logits(), "user/model2": logits()}
+    # Trainer of transformers, with every checkpoint.
+    arguments = {"max_steps": 2, "save_steps": 1, "push_to_hub": True, "hub_model_id": "user/plain"}
+    arguments = TrainingArguments("plain", **arguments, hub_always_push=True, report_to="none", use_cpu=True)
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=pad_sequences)
+    trainer.train()
+    trainer.push_to_hub()
+    save_file(expected | {"user/plain": logits()}, "expected.safetensors")
     """
 )
 
@@ -195,10 +237,10 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     from transformers import AutoModelForSequenceClassification
 
     expected = load_file("expected.safetensors")
-    for name in ("user/model", "user/model2"):
+    for name in ("user/plain", "user/model", "user/model2"):
         model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=True)
         with torch.no_grad():
-            assert torch.equal(model(expected["ids"]).logits, expected["logits"]), name
+            assert torch.equal(model(expected["ids"]).logits, expected[name]), name
     model.push_to_hub("user/model3")
     assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
     """
@@ -426,7 +468,9 @@ def test_datasets(hub, run, tmp_path):
 
 def test_models(hub, run, tmp_path):
     run(MODELS)
-    assert {path.name for path in (hub.folder / "models" / "user").iterdir()} == {"model", "model2", "shards"}
+    assert {path.name for path in (hub.folder / "models" / "user").iterdir()} == {"model", "model2", "shards", "plain"}
+    titles = [commit["title"] for commit in hub.repository("user/plain").history()]
+    assert titles == ["End of training", *(f"Training in progress, step {i}" for i in (2, 1)), "initial commit"]
     run(WITHOUT_THE_PACKAGE)
     shards = {path.name for path in (tmp_path / "shards").glob("*.safetensors")}
     assert len(shards) > 1 and shards <= set(hub.repository("user/shards").files())

@@ -22,6 +22,7 @@ SESSION = textwrap.dedent(
     assert namespace["action"].shape == (2,)
     assert namespace["batch"]["labels"].shape == (64, 64)
     assert type(namespace["model"]).__name__ == "Mamba3NPLRForSequenceClassification"
+    assert len(namespace["words"]) == 3 and namespace["words"].column_names == ["symbols", "labels"]
     assert namespace["policy"].config.observation_size == 9 and namespace["policy"].config.action_size == 3
     """
 )
@@ -50,6 +51,7 @@ def test_the_examples_run(tmp_path):
     assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
     assert "'token': 'press', 'element'" in done.stdout and "'label': 'LABEL_" in done.stdout
     assert hub.repository("user/policy").private and "pipelines.py" in hub.repository("user/policy").files()
+    assert hub.repository("user/words", "datasets").private
     for folder in ("switch", "policy"):  # it learns
         found = losses(tmp_path / folder)
         assert found[-1] < 0.5 * found[0], found
