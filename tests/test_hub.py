@@ -362,7 +362,12 @@ CUT = ACCESS + textwrap.dedent(
             refused = ("model.safetensors of user/damaged", "checksum", "load again")
             fails(lambda: loader("user/damaged"), OSError, *refused)
             assert not cached("user/damaged")
-    assert same(load("user/damaged"), first)
+    api.create_tag("user/damaged", tag="v1")
+    second.push_to_hub("user/damaged")
+    options = {"revision": "v1", "cache_dir": "elsewhere"}
+    faults(damaged_downloads=1)
+    fails(lambda: load("user/damaged", **options), OSError, "model.safetensors of user/damaged", "load again")
+    assert same(load("user/damaged", **options), first) and same(load("user/damaged"), second)
     """
 )
 
@@ -404,15 +409,20 @@ TRAINING = FAULTS + textwrap.dedent(
 
     # Uploads that fail do not end the training, and nothing is lost.
     faults(cut_uploads=1000)
-    said = stops(1, "--output_dir=cut", "--hub_model_id=user/cut")
+    said = stops(1, "--output_dir=cut", "--hub_model_id=user/cut", "--hub_revision=side", "--hub_private_repo=true")
     for step in (3, 6, 8):
         assert f"cut/checkpoint-{step} could not be uploaded: user/cut could not be uploaded: the connection" in said
-    advice = "python -m mamba3_nplr.publish cut --owner user --name cut"
+    advice = "python -m mamba3_nplr.publish cut --owner user --name cut --revision side"
     assert "The run is finished and in cut" in said and said.strip().endswith(advice), said
-    assert HfApi().list_repo_files("user/cut") == [".gitattributes"]
+    assert HfApi().list_repo_files("user/cut", revision="side") == [".gitattributes"]
     faults()
     publish([*advice.split()[3:], "--allow_uncommitted"])
-    assert set(HfApi().list_repo_files("user/cut")) == set(HfApi().list_repo_files("user/trained"))
+    whole = set(HfApi().list_repo_files("user/trained"))
+    assert set(HfApi().list_repo_files("user/cut", revision="side")) == whole
+    program.main([*push, "--output_dir=again", "--hub_model_id=user/cut", "--hub_revision=other", "--hub_strategy=end"])
+    assert set(HfApi().list_repo_files("user/cut", revision="other")) == whole
+    assert len(HfApi().list_repo_commits("user/cut", revision="other")) == 2
+    assert HfApi().list_repo_files("user/cut") == [".gitattributes"] and HfApi().model_info("user/cut").private
     """
 )
 

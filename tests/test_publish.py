@@ -104,7 +104,10 @@ def test_cards_are_valid_and_show_a_picture(folders):
         assert card_problems(card.data.to_dict()) == [] and card.data.eval_results and card.data.license == "apache-2.0"
         assert "](results.png)" in card.text and (folders / name / "results.png").read_bytes().startswith(b"\x89PNG")
         assert len(snippets(card.text)) == 1
-    assert card_problems(DatasetCard.load(folders / "data" / "README.md").data.to_dict()) == []
+    card = DatasetCard.load(folders / "data" / "README.md")
+    assert card_problems(card.data.to_dict()) == [] and card.data.license == "apache-2.0"
+    assert "](episode.png)" in card.text and (folders / "data" / "episode.png").read_bytes().startswith(b"\x89PNG")
+    assert len(snippets(card.text)) == 1
     assert card_problems({"license": "mine"}) and card_problems({"model-index": [{"name": "x", "results": [{}]}]})
 
 
@@ -121,7 +124,7 @@ PUBLISH = FAULTS + textwrap.dedent(
     def stops(*texts, options=()):
         with contextlib.redirect_stderr(io.StringIO()) as said:
             try:
-                main([*folders, *options])
+                main([*folders, "--private", *options])
             except SystemExit as stop:
                 assert stop.code == 1
             else:
@@ -150,8 +153,8 @@ PUBLISH = FAULTS + textwrap.dedent(
             folders = only
             assert HfApi().list_repo_files(name, repo_type=repo_type) == [".gitattributes"]
     faults()
-    main(folders)
-    main(folders)  # again: the same
+    for _ in range(2):  # the second changes nothing
+        main([*folders, "--private"])
     """
 )
 
@@ -201,6 +204,7 @@ def test_publishing_uploads_what_the_dry_run_shows_and_cards_run(folders, tmp_pa
         assert f'"user/{name}"'.encode() in repository.read("README.md")
         assert repository.files("next") == files and f"user/{name}: {hub.url}" in made.stdout
         assert len(repository.history()) == 2  # the first, and all of it in one; the same again is nothing new
+        assert repository.private
     built = {path.relative_to(folders / "data").as_posix() for path in (folders / "data").rglob("*.*")}
     assert built <= set(repositories["state-tracking"].files())
     words = repositories["s5_generators-nplr-quick-seed0"]
@@ -213,6 +217,7 @@ def check_collections(hub):
     found = [json.loads(path.read_text()) for path in (hub.folder / "collections" / "user").iterdir()]
     assert {index["title"] for index in found} == {"mamba3_nplr", "others"}
     for index in found:
+        assert index["private"] == (index["title"] == "mamba3_nplr")
         items = [(x["id"], x["type"]) for x in index["items"]]
         assert items == [(f"user/{name}", kind[:-1]) for name, kind in NAMES.items()]
         assert "final accuracy" in index["items"][0]["note"]["text"]
