@@ -52,7 +52,7 @@ class Upload:
             ).commit_url
 
     def clear_errors(self):
-        return clear_errors(self.repo_id, "uploaded", "The repository holds nothing of it.")
+        return clear_errors(self.repo_id, "uploaded", "The repository holds all of it or nothing.")
 
 
 def model_files(folder: Path, *names: str) -> dict[str, Path]:

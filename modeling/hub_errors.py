@@ -1,5 +1,6 @@
 """What went wrong with the Hub, said so that a user knows which repository it was about and what to do."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,10 +30,11 @@ def clear_errors(repository: str, done: str, afterwards: str, token=None) -> Ite
     # Before it is used: libraries log, token and all, that it cannot be sent.
     if isinstance(token, str) and not (token.isascii() and token.isprintable()):
         raise OSError(f"{repository} could not be {done}: {BROKEN_TOKEN}")
+    handled = sys.exception()
     try:
         yield
     except (HTTPError, OSError, RuntimeError) as error:
-        reason = find_reason(error)
+        reason = find_reason(error, handled)
         if reason is None:
             raise
         text = f"{repository} could not be {done}: {reason}"
@@ -48,12 +50,17 @@ def clear_errors(repository: str, done: str, afterwards: str, token=None) -> Ite
         raise
 
 
-def find_reason(error: Exception) -> str | None:
-    """What is behind an error; None where its own text says enough."""
+def find_reason(error: Exception, handled: BaseException | None = None) -> str | None:
+    """
+    What is behind an error; None where its own text says enough.
+
+    Args:
+        handled: An earlier error, in whose handling this one happened; it is no reason.
+    """
     cause = error
-    while cause is not None and not isinstance(cause, HTTPError):
+    while cause not in (None, handled) and not isinstance(cause, HTTPError):
         cause = cause.__cause__ or cause.__context__
-    if cause is None:
+    if cause in (None, handled):
         return None
     response = getattr(cause, "response", None)
     if response is None:

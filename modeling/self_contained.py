@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from .downloads import discard_damaged_weights, refuse_damaged
 from .hub_errors import NOTHING_LOADED, clear_errors
 
-NOTHING_PUSHED = "The repository holds nothing of this push; push again."
+PUSHED_OR_NOT = "The repository holds all of this push or nothing; push again."
 RELATIVE_IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)( import )", flags=re.MULTILINE)
 
 
@@ -74,7 +74,7 @@ class SelfContainedMixin:
         self.config.custom_pipelines = custom_pipelines(self.importable_class())
         repository = kwargs.get("repo_id") or Path(save_directory).name
         try:
-            with clear_errors(repository, "pushed", NOTHING_PUSHED, kwargs.get("token")):
+            with clear_errors(repository, "pushed", PUSHED_OR_NOT, kwargs.get("token")):
                 super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             del self.config.custom_pipelines
@@ -83,7 +83,7 @@ class SelfContainedMixin:
 
     def push_to_hub(self, repo_id: str, *args, **kwargs):
         """As in transformers, with errors that say what to do."""
-        with clear_errors(repo_id, "pushed", NOTHING_PUSHED, kwargs.get("token")):
+        with clear_errors(repo_id, "pushed", PUSHED_OR_NOT, kwargs.get("token")):
             return super().push_to_hub(repo_id, *args, **kwargs)
 
     def _upload_modified_files(self, working_dir, *args, **kwargs):

@@ -406,6 +406,8 @@ class Handler(BaseHTTPRequestHandler):
                 raise HubError(412, "A commit has happened since. Please refresh and try again.")
             files = changed_files(repository, parent["files"], operations)
             commit_id = repository.add_commit(revision, header["value"]["summary"], files)
+        if self.server.fault("cut_answers"):
+            return self.cut()
         prefix = "datasets/" if kind == "datasets" else ""
         url = f"{self.server.url}/{prefix}{repo_id}/commit/{commit_id}"
         self.send_json({"success": True, "commitOid": commit_id, "commitUrl": url, "hookOutput": ""})
@@ -524,8 +526,9 @@ class HubServer(ThreadingHTTPServer):
         read_only: Those of the tokens that may change nothing.
 
     `faults` says how many of the next transfers go wrong, by kind: `cut_uploads` and `cut_downloads` end the connection
-    in the middle of a large file, `damaged_uploads` and `damaged_downloads` change a bit of one, in the byte `position`
-    (by default the last) and, of downloads, only in the file `path`.
+    in the middle of a large file, `cut_answers` after a commit and before its answer; `damaged_uploads` and
+    `damaged_downloads` change a bit of a large file, in the byte `position` (by default the last) and, of downloads,
+    only in the file `path`.
     """
 
     daemon_threads = True

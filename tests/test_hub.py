@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from hub_client import FAULTS, READ_ONLY, TOKENS, run_script
 from hub_server import HubServer
+from huggingface_hub.errors import HTTPError
 from mamba3_nplr.datasets_scripts.build import build
+from mamba3_nplr.modeling.hub_errors import clear_errors
 from without_package import BLOCKER
 
 DATASETS = textwrap.dedent(
@@ -335,12 +337,18 @@ CUT = ACCESS + textwrap.dedent(
         assert api.list_repo_commits("user/cut") == before and same(load("user/cut", cache_dir=kind), first)
         assert api.list_repo_files("user/new") == [".gitattributes"]
     faults(cut_uploads=1000)
-    fails(lambda: second.push_to_hub("user/cut"), ConnectionError, "holds nothing of this push; push again")
+    fails(lambda: second.push_to_hub("user/cut"), ConnectionError, "all of this push or nothing; push again")
     faults()
     second.push_to_hub("user/new")
     faults(cut_uploads=1)  # the client tries again by itself
     second.push_to_hub("user/cut")
     assert len(api.list_repo_commits("user/cut")) == len(before) + 1
+    faults(cut_answers=1000)  # the commit is there, but the client never hears of it
+    fails(lambda: first.push_to_hub("user/cut"), ConnectionError, "user/cut", "all of this push or nothing; push again")
+    faults()
+    first.push_to_hub("user/cut")  # there is nothing left to do
+    second.push_to_hub("user/cut")
+    assert len(api.list_repo_commits("user/cut")) == len(before) + 3
 
     auto = AutoModelForSequenceClassification.from_pretrained
     faults(cut_downloads=1000)
@@ -457,6 +465,17 @@ def readable_but_wrong(path):
 def contents(hub):
     """Every file the server keeps, to the byte."""
     return {path: path.read_bytes() for path in hub.folder.rglob("*") if path.is_file()}
+
+
+def test_an_error_that_is_being_handled_is_not_the_reason_of_the_next():
+    try:
+        raise HTTPError("cut")
+    except HTTPError:
+        with pytest.raises(OSError, match="^other$"), clear_errors("user/name", "loaded", "Again."):
+            raise OSError("other")  # noqa: B904
+    message = "user/name could not be loaded: the connection broke off .cut.. Again."
+    with pytest.raises(ConnectionError, match=message), clear_errors("user/name", "loaded", "Again."):
+        raise OSError("other") from HTTPError("cut")
 
 
 @pytest.mark.usefixtures("small_test_sets")
