@@ -30,6 +30,7 @@ from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.hub_upload import MODEL_FILES, PushCheckpoints, plan_run
 from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, parse_run
 from mamba3_nplr.modeling.host_memory import keep_memory
+from mamba3_nplr.modeling.hub_errors import clear_errors
 from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
 
 
@@ -119,9 +120,11 @@ def push_finished(args, summary: dict, repository: str) -> None:
     try:
         plan_run(Path(args.output_dir), repository, summary).push(HfApi(token=args.hub_token), args.hub_revision)
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        owner, _, name = repository.partition("/")
+        revision = f" --revision {args.hub_revision}" if args.hub_revision else ""
         raise UploadError(
-            f"The run is finished and in {args.output_dir}, but it could not be uploaded to {repository}: {error} Once "
-            f"that is mended: python -m mamba3_nplr.publish {args.output_dir}"
+            f"The run is finished and in {args.output_dir}, but {error} Once that is mended: "
+            f"python -m mamba3_nplr.publish {args.output_dir} --owner {owner} --name {name}{revision}"
         ) from error
 
 
@@ -156,12 +159,13 @@ def create_repository(args) -> str | None:
     name = args.hub_model_id or Path(args.output_dir).name
     api = HfApi(token=args.hub_token)
     try:
-        repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-        if args.hub_revision:
-            api.create_branch(repository, branch=args.hub_revision, exist_ok=True)
-        return repository
+        with clear_errors(name, "made", "Nothing has been trained."):
+            repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+            if args.hub_revision:
+                api.create_branch(repository, branch=args.hub_revision, exist_ok=True)
+            return repository
     except (HTTPError, OSError, ValueError) as error:
-        raise UsageError(f"push_to_hub: the repository {name!r} cannot be made ({error}).") from error
+        raise UsageError(f"push_to_hub: {error}") from error
 
 
 def announce(run: TrainingRun, model, checkpoint: str | None) -> None:

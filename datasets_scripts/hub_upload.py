@@ -10,6 +10,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..modeling.hub_errors import clear_errors
 from . import run_record
 
 # The files of a model; what else lies in a run's folder stays there.
@@ -45,9 +46,13 @@ class Upload:
             CommitOperationAdd(path_in_repo=name, path_or_fileobj=x if isinstance(x, bytes) else str(x))
             for name, x in self.files.items()
         ]
-        return api.create_commit(
-            self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type, revision=revision
-        ).commit_url
+        with self.clear_errors():
+            return api.create_commit(
+                self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type, revision=revision
+            ).commit_url
+
+    def clear_errors(self):
+        return clear_errors(self.repo_id, "uploaded", "The repository holds all of it or nothing.")
 
 
 def model_files(folder: Path, *names: str) -> dict[str, Path]:
@@ -95,4 +100,4 @@ class PushCheckpoints(TrainerCallback):
         try:
             upload.push(self.api, self.revision)
         except Exception as error:
-            print(f"{checkpoint} could not be uploaded to {self.repo_id}: {error}", file=sys.stderr)
+            print(f"{checkpoint} could not be uploaded: {error}", file=sys.stderr)

@@ -3,8 +3,8 @@ Publishes finished runs and built datasets on the Hub, with card, licence and re
 
     python -m mamba3_nplr.publish FOLDER [FOLDER ...] [--owner NAME] [--dry_run]
 
-The token is that of `hf auth login`, or HF_TOKEN. A run that is not evaluated, or a folder that is half written or was
-changed since, is refused before anything is uploaded.
+The token is that of `hf auth login`, or HF_TOKEN; a dry run needs neither token nor network. A run that is not
+evaluated, or a folder that is half written or was changed since, is refused before anything is uploaded.
 """
 
 import argparse
@@ -16,11 +16,13 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..configuration.checksums import changed_files
+from ..modeling.hub_errors import clear_errors
 from ..modeling.resumable_trainer import UNFINISHED
 from . import build, run_record
 from .hub_upload import Upload, licence, model_files, plan_run
 
 DATASET_NAME = "state-tracking"
+UNKNOWN_OWNER = "OWNER"  # in a dry run, which asks nobody whose the token is
 
 
 class RefusedError(ValueError):
@@ -100,16 +102,40 @@ def publish(uploads: list[Upload], api: HfApi, private: bool, revision: str | No
         collection: Title of the collection of the owner that lists what was published; empty for none.
     """
     for upload in uploads:
-        api.create_repo(upload.repo_id, repo_type=upload.repo_type, private=private, exist_ok=True)
-        if revision:
-            api.create_branch(upload.repo_id, branch=revision, repo_type=upload.repo_type, exist_ok=True)
+        with upload.clear_errors():
+            api.create_repo(upload.repo_id, repo_type=upload.repo_type, private=private, exist_ok=True)
+            if revision:
+                api.create_branch(upload.repo_id, branch=revision, repo_type=upload.repo_type, exist_ok=True)
         print(f"{upload.repo_id}: {upload.push(api, revision)}")
     if collection:
-        owner = uploads[0].repo_id.partition("/")[0]
-        index = api.create_collection(collection, namespace=owner, private=private, exists_ok=True)
+        list_in_collection(uploads, api, private, collection)
+
+
+def list_in_collection(uploads: list[Upload], api: HfApi, private: bool, title: str) -> None:
+    owner = uploads[0].repo_id.partition("/")[0]
+    with clear_errors(f"The collection {owner}/{title}", "written", "All uploads are done."):
+        index = api.create_collection(title, namespace=owner, private=private, exists_ok=True)
         for upload in uploads:
             api.add_collection_item(index.slug, upload.repo_id, upload.repo_type, note=upload.note, exists_ok=True)
-        print(f"{collection}: {index.url}")
+    print(f"{title}: {index.url}")
+
+
+def token_owner(api: HfApi) -> str:
+    with clear_errors("The name of the token's user", "asked for", "Nothing has been uploaded."):
+        return api.whoami()["name"]
+
+
+def describe(uploads: list[Upload], owner: str, collection: str) -> str:
+    """What `publish` would do, for a dry run."""
+    lines = [upload.describe() for upload in uploads]
+    if collection:
+        lines.append(f"collection {owner}/{collection}: lists all of them")
+    if owner == UNKNOWN_OWNER:
+        lines.append(
+            f"{owner} stands for the user of the token. README.md names its repository, and so is as much longer or "
+            "shorter as that name; --owner NAME shows its exact size."
+        )
+    return "\n".join(lines)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -128,7 +154,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--collection", default="mamba3_nplr", help="that lists them (default: %(default)s; '' for none)"
     )
     parser.add_argument("--allow_uncommitted", action="store_true", help="also runs of code that is in no commit")
-    parser.add_argument("--dry_run", action="store_true", help="upload nothing; show exactly what would be")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="upload nothing, ask nobody; show exactly what would be uploaded"
+    )
     return parser
 
 
@@ -139,21 +167,20 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--name is for a single FOLDER: several need several names.")
     api = HfApi()
     try:
-        owner = given.owner or api.whoami()["name"]
+        owner = given.owner or (UNKNOWN_OWNER if given.dry_run else token_owner(api))
         uploads = [plan(folder, owner, given.name, given.allow_uncommitted) for folder in given.folders]
         for upload in uploads:
             validate_repo_id(upload.repo_id)
         if given.dry_run:
-            print("\n".join(upload.describe() for upload in uploads))
+            print(describe(uploads, owner, given.collection))
         else:
             publish(uploads, api, given.private, given.revision, given.collection)
     except RefusedError as error:
         parser.exit(2, f"publish: {error}\n")
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        reason = f"{error} ({error.__cause__})" if error.__cause__ else error
         parser.exit(
             1,
-            f"publish: {reason}\nEach repository is as it was, or holds all of its upload; the same command goes on.\n",
+            f"publish: {error}\nEach repository is as it was, or holds all of its upload; the same command goes on.\n",
         )
 
 

@@ -32,7 +32,9 @@ namespace {
 constexpr int64_t kSegment = 16;
 
 // Small pieces whose arguments are vectors: called and not inlined, each would pass them through memory.
+#ifndef INLINE
 #define INLINE inline __attribute__((always_inline))
+#endif
 
 #ifndef VECTOR_BYTES
 #if defined(__AVX512F__)

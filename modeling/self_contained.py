@@ -7,8 +7,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from .downloads import discard_damaged_weights
+from .downloads import discard_damaged_weights, refuse_damaged
+from .hub_errors import NOTHING_LOADED, clear_errors
 
+PUSHED_OR_NOT = "The repository holds all of this push or nothing; push again."
 RELATIVE_IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)( import )", flags=re.MULTILINE)
 
 
@@ -70,12 +72,19 @@ class SelfContainedMixin:
 
         self.config.auto_map = self.auto_map()
         self.config.custom_pipelines = custom_pipelines(self.importable_class())
+        repository = kwargs.get("repo_id") or Path(save_directory).name
         try:
-            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            with clear_errors(repository, "pushed", PUSHED_OR_NOT, kwargs.get("token")):
+                super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             del self.config.custom_pipelines
         if is_main_process:
             self.write_code(save_directory)
+
+    def push_to_hub(self, repo_id: str, *args, **kwargs):
+        """As in transformers, with errors that say what to do."""
+        with clear_errors(repo_id, "pushed", PUSHED_OR_NOT, kwargs.get("token")):
+            return super().push_to_hub(repo_id, *args, **kwargs)
 
     def _upload_modified_files(self, working_dir, *args, **kwargs):
         # With push_to_hub=True transformers uploads from here what the save has written: the code has to be there.
@@ -88,21 +97,18 @@ class SelfContainedMixin:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        options = dict(kwargs)
+        """As in transformers; weights that were damaged on their way from the Hub are refused."""
+        name = pretrained_model_name_or_path
         try:
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            with clear_errors(name, "loaded", NOTHING_LOADED, kwargs.get("token")):
+                loaded = super().from_pretrained(name, *args, **kwargs)
         except SafetensorError as error:
-            discard_damaged_weights(pretrained_model_name_or_path, options)
+            refuse_damaged(name, discard_damaged_weights(name, kwargs), error)
             raise OSError(
-                f"The weights of {pretrained_model_name_or_path} are damaged or only partly there ({error}). Copy or "
-                "download the checkpoint again."
+                f"The weights of {name} are damaged or only partly there ({error}). Copy or download the checkpoint "
+                "again."
             ) from error
-        damaged = discard_damaged_weights(pretrained_model_name_or_path, options)
-        if damaged:
-            raise OSError(
-                f"{', '.join(damaged)} of {pretrained_model_name_or_path} did not arrive as uploaded: the checksum is "
-                "another. The local copy has been removed; load again to download it again."
-            )
+        refuse_damaged(name, discard_damaged_weights(name, kwargs))
         return loaded
 
     @classmethod

@@ -391,7 +391,8 @@ class Handler(BaseHTTPRequestHandler):
         path = self.server.tickets.get(ticket)
         if path is None:
             raise HubError(403, "This upload was not offered")
-        if hashlib.sha256(self.body).hexdigest() != path.name:
+        received = self.server.damaged(self.body) if self.server.fault("damaged_uploads") else self.body
+        if hashlib.sha256(received).hexdigest() != path.name:
             raise HubError(400, "The content does not have the announced sha256")
         write_atomically(path, self.body)
         self.send_json({})
@@ -405,6 +406,8 @@ class Handler(BaseHTTPRequestHandler):
                 raise HubError(412, "A commit has happened since. Please refresh and try again.")
             files = changed_files(repository, parent["files"], operations)
             commit_id = repository.add_commit(revision, header["value"]["summary"], files)
+        if self.server.fault("cut_answers"):
+            return self.cut()
         prefix = "datasets/" if kind == "datasets" else ""
         url = f"{self.server.url}/{prefix}{repo_id}/commit/{commit_id}"
         self.send_json({"success": True, "commitOid": commit_id, "commitUrl": url, "hookOutput": ""})
@@ -419,8 +422,8 @@ class Handler(BaseHTTPRequestHandler):
             raise error
         content = repository.read(path, commit["id"])
         large = commit["files"][path]["lfs"] and self.command == "GET"
-        if large and self.server.fault("damaged_downloads"):
-            content = content[:-1] + bytes([content[-1] ^ 1])
+        if large and self.server.faults.get("path", path) == path and self.server.fault("damaged_downloads"):
+            content = self.server.damaged(content)
         headers |= {"ETag": f'"{commit["files"][path]["oid"]}"', "Content-Type": "application/octet-stream"}
         part = byte_range(self.headers.get("Range"), len(content))
         cut = large and self.server.fault("cut_downloads")
@@ -523,7 +526,9 @@ class HubServer(ThreadingHTTPServer):
         read_only: Those of the tokens that may change nothing.
 
     `faults` says how many of the next transfers go wrong, by kind: `cut_uploads` and `cut_downloads` end the connection
-    in the middle of a large file, `damaged_downloads` change a bit of one.
+    in the middle of a large file, `cut_answers` after a commit and before its answer; `damaged_uploads` and
+    `damaged_downloads` change a bit of a large file, in the byte `position` (by default the last) and, of downloads,
+    only in the file `path`.
     """
 
     daemon_threads = True
@@ -563,6 +568,11 @@ class HubServer(ThreadingHTTPServer):
             left = self.faults.get(kind, 0)
             self.faults[kind] = max(0, left - 1)
         return left > 0
+
+    def damaged(self, content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[self.faults.get("position", -1)] ^= 1
+        return bytes(changed)
 
     def new_ticket(self, path: Path) -> str:
         """A secret under which the object at `path` may be uploaded: uploads of large files carry no token."""

@@ -1,23 +1,24 @@
 """The Hub: datasets and models pushed and pulled with the real client, over HTTP, against a server on this machine."""
 
 import json
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+from hub_client import FAULTS, READ_ONLY, TOKENS, run_script
 from hub_server import HubServer
+from huggingface_hub.errors import HTTPError
 from mamba3_nplr.datasets_scripts.build import build
+from mamba3_nplr.modeling.hub_errors import clear_errors
 from without_package import BLOCKER
-
-TOKEN = "hf_right"
 
 DATASETS = textwrap.dedent(
     """
     import sys
     from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError, NonMatchingSplitsSizesError
     from huggingface_hub import HfApi, create_repo
     from mamba3_nplr.datasets_scripts.tasks import make_task
 
@@ -40,6 +41,32 @@ DATASETS = textwrap.dedent(
         check(load_dataset("user/name", name, split=split, streaming=True), name, split)
     assert len(load_dataset("user/name", "z5", split="train")) == 20
 
+    # Private ones look to others as if they were not there; every revision stays.
+    api.create_repo("user/private", repo_type="dataset", private=True)
+    first = api.upload_folder(repo_id="user/private", repo_type="dataset", folder_path=out).oid
+    api.create_branch("user/private", repo_type="dataset", branch="next")
+    gone = {"repo_id": "user/private", "repo_type": "dataset", "revision": "next"}
+    api.delete_folder("shell", **gone)
+    for token in (False, "hf_other"):
+        for streaming in (False, True):
+            try:
+                load_dataset("user/private", "shell", token=token, streaming=streaming)
+            except DatasetNotFoundError as error:
+                assert "user/private" in str(error)
+            else:
+                raise AssertionError("read without the right to")
+    reader = {"token": "hf_reader", "split": "test_standard"}
+    for revision in ("main", first):
+        for streaming in (False, True):
+            options = {"revision": revision, "streaming": streaming, **reader}
+            check(load_dataset("user/private", "shell", **options), "shell", "test_standard")
+    try:
+        load_dataset("user/private", "shell", revision="next", **reader)
+    except NonMatchingSplitsSizesError:
+        pass  # there the card still lists what has been deleted
+    else:
+        raise AssertionError("read what is in another revision")
+
     local = load_dataset(out, "z5", split="validation")
     create_repo("user/changed", repo_type="dataset")
     api.upload_folder(repo_id="user/changed", repo_type="dataset", folder_path=out)
@@ -54,40 +81,88 @@ DATASETS = textwrap.dedent(
     """
 )
 
-FAULTY_DATASETS = textwrap.dedent(
+FAULTY_DATASETS = FAULTS + textwrap.dedent(
     """
-    import json, os, time, urllib.request
+    import sys
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+    from huggingface_hub import HfApi
+    from mamba3_nplr import load_dataset as load_checked
+    from pathlib import Path
 
-    time.sleep = lambda seconds: None  # between the client's attempts
+    out, position, api = sys.argv[1], int(sys.argv[2]), HfApi()
+    FILE = "z5/test_64-00000-of-00001.parquet"
 
-    def faults(**kinds):
-        data = json.dumps(kinds).encode()
-        urllib.request.urlopen(urllib.request.Request(os.environ["HF_ENDPOINT"] + "/faults", data, method="POST"))
+    def rows(load=load_checked, name="z5", split="test_64", **options):
+        return list(load("user/name", name, split=split, **options))
 
-    def rows(**options):
-        return list(load_dataset("user/name", "z5", split="test_64", **options))
+    def cached(pattern):
+        return [path for path in Path(os.environ["HF_HOME"]).rglob(pattern) if path.exists()]
 
-    def fails(text, **options):
+    for load in (load_dataset, load_checked):
+        fails(lambda: rows(load, token="hf_wrong"), OSError, "user/name", "401", "Invalid credentials")
+        fails(lambda: load("user/missing", "z5"), DatasetNotFoundError, "'user/missing' doesn't exist on the Hub")
+    fails(lambda: rows(token="hf_wrong"), OSError, "user/name could not be loaded", "does not know the token")
+    fails(lambda: rows(token="hf_wrong\\n"), OSError, "user/name could not be loaded", "line break")
+    assert not cached("*.parquet")
+
+    # What the libraries say themselves.
+    faults(cut_downloads=1000)
+    fails(lambda: rows(load_dataset), Exception, "closed connection")
+    fails(lambda: rows(load_dataset, streaming=True), ConnectionError, "Disconnected")
+    # What we say.
+    fails(rows, ConnectionError, "user/name could not be loaded: the connection broke off", "load again")
+    assert not cached("*.parquet") and not cached("*.incomplete") and not cached("*.arrow")
+    faults()
+    whole = rows()
+    assert len(whole) == 6
+    faults(cut_downloads=1)  # the clients try again by themselves
+    assert rows(load_dataset, streaming=True) == whole
+    faults(cut_downloads=1)
+    assert rows(load_dataset, download_mode="force_redownload") == whole
+
+    # A file that nobody can read.
+    faults(damaged_downloads=1000)
+    fails(lambda: rows(load_dataset, streaming=True), Exception, "corrupted")
+    shell = {"name": "shell", "split": "test_standard"}
+    refused = ("of user/name did not arrive as uploaded", "load again")
+    fails(lambda: rows(load_dataset, **shell), DatasetGenerationError)
+    faults()
+    fails(lambda: rows(load_dataset, **shell), DatasetGenerationError)  # datasets keeps it
+    fails(lambda: rows(**shell), OSError, "shell/test_standard-", *refused)
+    assert len(rows(**shell)) == len(rows(load_dataset, **shell)) == 6
+    faults(damaged_downloads=1000)
+    fails(lambda: rows(download_mode="force_redownload"), OSError, FILE, *refused)
+    assert not cached("z5/*.parquet") and cached("shell/*.parquet")
+    faults()
+    assert rows() == whole and rows(load_dataset) == whole
+
+    # A file that can be read, and says something else.
+    faults(damaged_downloads=1, position=position, path=FILE)
+    wrong = rows(load_dataset, download_mode="force_redownload")
+    assert len(wrong) == 6 and wrong != whole
+    found = api.verify_repo_checksums("user/name", repo_type="dataset").mismatches  # as `hf cache verify`
+    assert [mismatch["path"] for mismatch in found] == [FILE]
+    fails(rows, OSError, f"{FILE} of user/name did not arrive as uploaded", "has been removed", "load again")
+    assert rows() == whole and rows(load_dataset) == whole
+    everything = load_checked("user/name", "z5")
+    assert list(everything["test_64"]) == whole
+
+    # Uploads: all or nothing.
+    for kind, reason in (("cut_uploads", "disconnected"), ("damaged_uploads", "announced sha256")):
+        repository = {"repo_id": f"user/{kind}", "repo_type": "dataset"}
+        api.create_repo(**repository)
+        faults(**{kind: 1000})
         try:
-            rows(**options)
-        except Exception as error:
-            assert text in f"{error} {error.__cause__} {error.__context__}", error
+            api.upload_folder(**repository, folder_path=out)
+        except RuntimeError as error:
+            assert "Error while uploading" in str(error) and reason in str(error.__cause__), error
         else:
             raise AssertionError("should have failed")
-
-    faults(cut_downloads=1000)
-    fails("closed connection")
-    fails("Disconnected", streaming=True)
-    faults(cut_downloads=1)  # the clients try again by themselves
-    whole = rows(streaming=True)
-    faults(cut_downloads=1)
-    assert rows() == whole and len(whole) == 6
-    faults(damaged_downloads=1000)
-    fails("corrupted", streaming=True)
-    fails("corrupted", download_mode="force_redownload")
-    faults()
-    assert rows(streaming=True) == whole and rows(download_mode="force_redownload") == whole
+        assert api.list_repo_files(**repository) == [".gitattributes"]
+        faults()
+        api.upload_folder(**repository, folder_path=out)
+        assert set(api.list_repo_files(**repository)) == set(api.list_repo_files("user/name", repo_type="dataset"))
     """
 )
 
@@ -126,8 +201,9 @@ REFUSED_DATASETS = REFUSED + textwrap.dedent(
 MODELS = REFUSED + textwrap.dedent(
     """
     import torch
-    from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification
+    from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification, pad_sequences
     from safetensors.torch import save_file
+    from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 11, "hidden_size": 12, "num_hidden_layers": 2, "state_size": 6, "head_dim": 4}
@@ -139,8 +215,20 @@ MODELS = REFUSED + textwrap.dedent(
     model.save_pretrained("shards", push_to_hub=True, repo_id="user/shards", max_shard_size="5KB")
     refused(lambda: model.push_to_hub("user/model", token="hf_wrong"))
     ids = torch.randint(0, 11, (3, 9))
-    with torch.no_grad():
-        save_file({"ids": ids, "logits": model(ids).logits}, "expected.safetensors")
+
+    @torch.no_grad()
+    def logits():
+        return model.eval()(ids).logits
+
+    expected = {"ids": ids, "user/model": logits(), "user/model2": logits()}
+    # Trainer of transformers, with every checkpoint.
+    arguments = {"max_steps": 2, "save_steps": 1, "push_to_hub": True, "hub_model_id": "user/plain"}
+    arguments = TrainingArguments("plain", **arguments, hub_always_push=True, report_to="none", use_cpu=True)
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    trainer = Trainer(model, arguments, train_dataset=rows, data_collator=pad_sequences)
+    trainer.train()
+    trainer.push_to_hub()
+    save_file(expected | {"user/plain": logits()}, "expected.safetensors")
     """
 )
 
@@ -151,25 +239,24 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     from transformers import AutoModelForSequenceClassification
 
     expected = load_file("expected.safetensors")
-    for name in ("user/model", "user/model2"):
+    for name in ("user/plain", "user/model", "user/model2"):
         model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=True)
         with torch.no_grad():
-            assert torch.equal(model(expected["ids"]).logits, expected["logits"]), name
+            assert torch.equal(model(expected["ids"]).logits, expected[name]), name
     model.push_to_hub("user/model3")
     assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
     """
 )
 
-ACCESS = textwrap.dedent(
+ACCESS = FAULTS + textwrap.dedent(
     """
-    import json, os, time, urllib.request
     import torch
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification as Model
     from pathlib import Path
+    from transformers import AutoModelForSequenceClassification, pipeline
 
-    time.sleep = lambda seconds: None  # between the client's attempts
     sizes = {"vocab_size": 11, "hidden_size": 12, "state_size": 6, "head_dim": 4, "num_rope_pairs": 2, "num_labels": 5}
 
     def make(seed):
@@ -182,22 +269,11 @@ ACCESS = textwrap.dedent(
     def same(a, b):
         return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
 
-    def fails(action, kinds, *texts):
-        try:
-            action()
-        except kinds as error:
-            chain = f"{error} {error.__cause__} {error.__context__}"
-            assert all(text in chain for text in texts), chain
-        else:
-            raise AssertionError("should have failed")
-
-    def faults(**kinds):
-        data = json.dumps(kinds).encode()
-        urllib.request.urlopen(urllib.request.Request(os.environ["HF_ENDPOINT"] + "/faults", data, method="POST"))
-
     def cached(name):
         folder = Path(os.environ["HF_HOME"], "hub", "models--" + name.replace("/", "--"))
-        return [path for path in folder.rglob("*.safetensors") if path.exists()]
+        found = [*folder.rglob("*.safetensors"), *folder.rglob("*.incomplete")]
+        # Large files are named by their sha256.
+        return found + [path for path in folder.rglob("blobs/*") if len(path.name) == 64]
 
     api, first, second = HfApi(), make(1), make(2)
     """
@@ -213,12 +289,25 @@ PRIVATE = ACCESS + textwrap.dedent(
         for token in (False, "hf_other"):
             fails(lambda: load(name, token=token, cache_dir="other"), OSError, name, "private repository", "token")
             fails(lambda: HfApi(token=token).model_info(name), RepositoryNotFoundError)
-    fails(lambda: load("user/public", token="hf_wrong", cache_dir="other"), (OSError, HfHubHTTPError), "401")
+    wrong = {"token": "hf_wrong", "cache_dir": "wrong"}
+    fails(lambda: load("user/public", **wrong), OSError, "user/public could not be loaded", "token", "hf auth login")
+    auto = AutoModelForSequenceClassification.from_pretrained
+    fails(lambda: auto("user/public", **wrong), OSError, "user/public", "401", "Invalid credentials")
+    fails(lambda: load("user/public", token="hf_wrong\\n"), OSError, "user/public could not be loaded", "line break")
+    assert not list(Path("wrong").rglob("*.json"))
     assert same(load("user/public", token="hf_other", cache_dir="other"), first)
     assert same(load("user/private", token="hf_reader", cache_dir="other"), first)
     for token in ("hf_other", "hf_reader"):
-        fails(lambda: second.push_to_hub("user/public", token=token), HfHubHTTPError, "403")
-    fails(lambda: second.push_to_hub("other/new"), HfHubHTTPError, "403", "other")
+        refused = ("403", "user/public could not be pushed: the token does not allow it", "hf auth login")
+        fails(lambda: second.push_to_hub("user/public", token=token), HfHubHTTPError, *refused)
+    fails(lambda: second.push_to_hub("other/new"), HfHubHTTPError, "403", "other/new could not be pushed")
+    for token in ("hf_wrong", "hf_wrong\\n", False):
+        for name in ("user/public", "user/never"):
+            refused = (f"{name} could not be pushed: ", "the token", "hf auth login")
+            fails(lambda: second.push_to_hub(name, token=token), OSError, *refused)
+            to_hub = {"push_to_hub": True, "repo_id": name, "token": token}
+            fails(lambda: second.save_pretrained("folder", **to_hub), OSError, *refused)
+    assert same(load("user/public", cache_dir="after"), first) and not api.repo_exists("user/never")
 
     start = api.model_info("user/public").sha
     api.create_tag("user/public", tag="v1")
@@ -239,89 +328,154 @@ CUT = ACCESS + textwrap.dedent(
     """
     first.push_to_hub("user/cut")
     before = api.list_repo_commits("user/cut")
+    for kind, reason in (("cut_uploads", "the connection broke off"), ("damaged_uploads", "announced sha256")):
+        faults(**{kind: 1000})
+        for name in ("user/cut", "user/new"):
+            fails(lambda: second.push_to_hub(name), OSError, f"{name} could not be pushed: ", reason)
+            to_hub = {"push_to_hub": True, "repo_id": name}
+            fails(lambda: second.save_pretrained("folder", **to_hub), OSError, f"{name} could not be pushed: ", reason)
+        assert api.list_repo_commits("user/cut") == before and same(load("user/cut", cache_dir=kind), first)
+        assert api.list_repo_files("user/new") == [".gitattributes"]
     faults(cut_uploads=1000)
-    fails(lambda: second.push_to_hub("user/cut"), RuntimeError, "model.safetensors")
-    assert api.list_repo_commits("user/cut") == before and same(load("user/cut", cache_dir="one"), first)
+    fails(lambda: second.push_to_hub("user/cut"), ConnectionError, "all of this push or nothing; push again")
+    faults()
+    second.push_to_hub("user/new")
     faults(cut_uploads=1)  # the client tries again by itself
     second.push_to_hub("user/cut")
     assert len(api.list_repo_commits("user/cut")) == len(before) + 1
+    faults(cut_answers=1000)  # the commit is there, but the client never hears of it
+    fails(lambda: first.push_to_hub("user/cut"), ConnectionError, "user/cut", "all of this push or nothing; push again")
+    faults()
+    first.push_to_hub("user/cut")  # there is nothing left to do
+    second.push_to_hub("user/cut")
+    assert len(api.list_repo_commits("user/cut")) == len(before) + 3
 
+    auto = AutoModelForSequenceClassification.from_pretrained
     faults(cut_downloads=1000)
-    fails(lambda: load("user/cut"), Exception, "")
+    for loader in (load, auto, lambda name: auto(name, trust_remote_code=True)):
+        fails(lambda: loader("user/cut"), ConnectionError, "user/cut could not be loaded: the connection broke off",
+              "load again")
+        assert not cached("user/cut")
+    fails(lambda: pipeline("state-tracking", model="user/cut"), ValueError, "user/cut could not be loaded: the connec")
     assert not cached("user/cut")
+    faults()
+    assert same(load("user/cut"), second)
     faults(cut_downloads=1)
-    assert same(load("user/cut"), second) and cached("user/cut")
+    assert same(load("user/new"), second) and cached("user/new")
 
-    faults(damaged_downloads=1)
     first.push_to_hub("user/damaged")
-    fails(lambda: load("user/damaged"), OSError, "model.safetensors of user/damaged", "checksum", "load again")
-    assert not cached("user/damaged")
-    assert same(load("user/damaged"), first)
+    for position in (-1, 0):  # in the weights, and in what says where they are
+        for loader in (load, auto):
+            faults(damaged_downloads=1, position=position)
+            refused = ("model.safetensors of user/damaged", "checksum", "load again")
+            fails(lambda: loader("user/damaged"), OSError, *refused)
+            assert not cached("user/damaged")
+    api.create_tag("user/damaged", tag="v1")
+    second.push_to_hub("user/damaged")
+    options = {"revision": "v1", "cache_dir": "elsewhere"}
+    faults(damaged_downloads=1)
+    fails(lambda: load("user/damaged", **options), OSError, "model.safetensors of user/damaged", "load again")
+    assert same(load("user/damaged", **options), first) and same(load("user/damaged"), second)
     """
 )
 
-TRAINING = textwrap.dedent(
+TRAINING = FAULTS + textwrap.dedent(
     """
-    import json
-    import sys
+    import contextlib, io, sys
     from pathlib import Path
 
     sys.path[:0] = sys.argv[1].split(":")
+    from huggingface_hub import HfApi
+    from mamba3_nplr.publish import main as publish
     from training_program import WORDS, load_program
 
     program = load_program()
     push = [*WORDS, "--push_to_hub"]
-    try:
-        program.main([*push, "--output_dir=never", "--hub_model_id=user/never", "--hub_token=hf_wrong"])
-    except SystemExit as stop:
-        assert stop.code == 2
+
+    def stops(code, *options):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                program.main([*push, *options])
+            except SystemExit as stop:
+                assert stop.code == code, said.getvalue()
+            else:
+                raise AssertionError("should have stopped")
+        print(said.getvalue(), file=sys.stderr)
+        return said.getvalue()
+
+    for token in ("hf_wrong", "hf_wrong\\n"):
+        said = stops(2, "--output_dir=never", "--hub_model_id=user/never", f"--hub_token={token}")
+        assert "user/never could not be made: the token" in said.replace("the Hub does not know ", "")
+    assert "other/never could not be made: the token" in stops(2, "--output_dir=never", "--hub_model_id=other/never")
     assert not list(Path("never").glob("checkpoint-*"))  # refused before training
-    try:
-        program.main([*push, "--output_dir=never", "--hub_model_id=user/never", "--hub_strategy=checkpoint"])
-    except SystemExit as stop:
-        assert stop.code == 2
-    assert not Path("never").exists()
-    program.main([*push, "--output_dir=run", "--hub_model_id=user/trained"])
+    said = stops(2, "--output_dir=never", "--hub_model_id=user/never", "--hub_strategy=checkpoint")
+    assert "optimizer" in said and not Path("never").exists()
+    program.main([*push, "--output_dir=run", "--hub_model_id=user/trained", "--hub_token=hf_right"])
     program.main(["evaluate", "user/trained", "--out=found.json"])
     found, results = (json.loads(Path(name).read_text()) for name in ("found.json", "run/results.json"))
     assert found["results"] == results["results"]
-    assert not any("hf_right" in path.read_text() for path in Path("run").rglob("*.json"))
+
+    # Uploads that fail do not end the training, and nothing is lost.
+    faults(cut_uploads=1000)
+    said = stops(1, "--output_dir=cut", "--hub_model_id=user/cut", "--hub_revision=side", "--hub_private_repo=true")
+    for step in (3, 6, 8):
+        assert f"cut/checkpoint-{step} could not be uploaded: user/cut could not be uploaded: the connection" in said
+    advice = "python -m mamba3_nplr.publish cut --owner user --name cut --revision side"
+    assert "The run is finished and in cut" in said and said.strip().endswith(advice), said
+    assert HfApi().list_repo_files("user/cut", revision="side") == [".gitattributes"]
+    faults()
+    publish([*advice.split()[3:], "--allow_uncommitted"])
+    whole = set(HfApi().list_repo_files("user/trained"))
+    assert set(HfApi().list_repo_files("user/cut", revision="side")) == whole
+    program.main([*push, "--output_dir=again", "--hub_model_id=user/cut", "--hub_revision=other", "--hub_strategy=end"])
+    assert set(HfApi().list_repo_files("user/cut", revision="other")) == whole
+    assert len(HfApi().list_repo_commits("user/cut", revision="other")) == 2
+    assert HfApi().list_repo_files("user/cut") == [".gitattributes"] and HfApi().model_info("user/cut").private
     """
 )
 
 
 @pytest.fixture
 def hub(tmp_path):
-    tokens = {TOKEN: "user", "hf_reader": "user", "hf_other": "other"}
-    with HubServer(tmp_path / "hub", tokens, read_only=("hf_reader",)) as server:
+    with HubServer(tmp_path / "hub", TOKENS, READ_ONLY) as server:
         yield server
 
 
 @pytest.fixture
 def run(hub, tmp_path):
-    """Runs a script in a process that knows no other Hub, with a home of its own each time."""
+    return lambda script, *arguments: run_script(hub, tmp_path, script, *arguments)
 
-    def run_script(script, *arguments):
-        home = tmp_path / f"home{len(list(tmp_path.glob('home*')))}"
-        environment = {
-            "HF_ENDPOINT": hub.url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_TOKEN": TOKEN,
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        command = [sys.executable, "-c", script, *map(str, arguments)]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
 
-    return run_script
+def readable_but_wrong(path):
+    """A byte in which a Parquet file can be damaged so that it still reads, as something else."""
+    content, rows = path.read_bytes(), pq.read_table(path).to_pylist()
+    other = path.with_suffix(".damaged")
+    for position in range(len(content)):
+        other.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+        try:
+            found = pq.read_table(other).to_pylist()
+        except Exception:  # of any kind: they come from the decoder of what was hit
+            continue
+        if found != rows and len(found) == len(rows) and found[0].keys() == rows[0].keys():
+            other.unlink()
+            return position
+    raise AssertionError("every damage is seen")
 
 
 def contents(hub):
     """Every file the server keeps, to the byte."""
     return {path: path.read_bytes() for path in hub.folder.rglob("*") if path.is_file()}
+
+
+def test_an_error_that_is_being_handled_is_not_the_reason_of_the_next():
+    try:
+        raise HTTPError("cut")
+    except HTTPError:
+        with pytest.raises(OSError, match="^other$"), clear_errors("user/name", "loaded", "Again."):
+            raise OSError("other")  # noqa: B904
+    message = "user/name could not be loaded: the connection broke off .cut.. Again."
+    with pytest.raises(ConnectionError, match=message), clear_errors("user/name", "loaded", "Again."):
+        raise OSError("other") from HTTPError("cut")
 
 
 @pytest.mark.usefixtures("small_test_sets")
@@ -335,14 +489,17 @@ def test_datasets(hub, run, tmp_path):
     pushed = hub.repository("user/other", "datasets").files()
     assert set(pushed) == {".gitattributes", "README.md", "z5/validation-00000-of-00001.parquet"}
     before = contents(hub)
-    run(FAULTY_DATASETS)
     run(REFUSED_DATASETS, out)
     assert contents(hub) == before
+    run(FAULTY_DATASETS, out, readable_but_wrong(out / "z5" / "test_64-00000-of-00001.parquet"))
+    assert not list(hub.folder.rglob("*.part"))
 
 
 def test_models(hub, run, tmp_path):
     run(MODELS)
-    assert {path.name for path in (hub.folder / "models" / "user").iterdir()} == {"model", "model2", "shards"}
+    assert {path.name for path in (hub.folder / "models" / "user").iterdir()} == {"model", "model2", "shards", "plain"}
+    titles = [commit["title"] for commit in hub.repository("user/plain").history()]
+    assert titles == ["End of training", *(f"Training in progress, step {i}" for i in (2, 1)), "initial commit"]
     run(WITHOUT_THE_PACKAGE)
     shards = {path.name for path in (tmp_path / "shards").glob("*.safetensors")}
     assert len(shards) > 1 and shards <= set(hub.repository("user/shards").files())

@@ -3,13 +3,14 @@
 import json
 import re
 import shutil
-import subprocess
+import socket
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import training_program
+from hub_client import FAULTS, TOKENS, run_client, run_script
 from hub_server import HubServer, card_problems
 from huggingface_hub import DatasetCard, ModelCard
 from mamba3_nplr.datasets_scripts import build as building
@@ -39,6 +40,9 @@ def copy(folders, tmp_path):
     """A folder of its own to spoil."""
     shutil.copytree(folders, tmp_path / "copy")
     return tmp_path / "copy"
+
+
+ROOT = Path(__file__).parent.parent
 
 
 def snippets(text):
@@ -100,34 +104,57 @@ def test_cards_are_valid_and_show_a_picture(folders):
         assert card_problems(card.data.to_dict()) == [] and card.data.eval_results and card.data.license == "apache-2.0"
         assert "](results.png)" in card.text and (folders / name / "results.png").read_bytes().startswith(b"\x89PNG")
         assert len(snippets(card.text)) == 1
-    assert card_problems(DatasetCard.load(folders / "data" / "README.md").data.to_dict()) == []
+    card = DatasetCard.load(folders / "data" / "README.md")
+    assert card_problems(card.data.to_dict()) == [] and card.data.license == "apache-2.0"
+    assert "](episode.png)" in card.text and (folders / "data" / "episode.png").read_bytes().startswith(b"\x89PNG")
+    assert len(snippets(card.text)) == 1
     assert card_problems({"license": "mine"}) and card_problems({"model-index": [{"name": "x", "results": [{}]}]})
 
 
-PUBLISH = textwrap.dedent(
+PUBLISH = FAULTS + textwrap.dedent(
     """
-    import sys, time, urllib.request, os
+    import contextlib, io, sys
+    from huggingface_hub import HfApi
     from mamba3_nplr.publish import main
 
-    time.sleep = lambda seconds: None
-    def faults(text):
-        urllib.request.urlopen(urllib.request.Request(os.environ["HF_ENDPOINT"] + "/faults", text, method="POST"))
-
     folders = sys.argv[1:]
-    main([*folders, "--dry_run"])
+    repositories = {"user/s5_generators-nplr-quick-seed0": "model", "user/shell_jitter-nplr-quick-seed0": "model"}
+    repositories |= {"user/state-tracking": "dataset"}
+
+    def stops(*texts, options=()):
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            try:
+                main([*folders, "--private", *options])
+            except SystemExit as stop:
+                assert stop.code == 1
+            else:
+                raise AssertionError("should have stopped")
+        print(said.getvalue(), file=sys.stderr)
+        texts = ("publish: ", "as it was, or holds all of its upload; the same command goes on.", *texts)
+        assert all(text in said.getvalue() for text in texts), said.getvalue()
+
+    main([*folders, "--owner=user", "--dry_run"])
     print("published")
-    faults(b'{"cut_uploads": 1000}')
-    try:
-        main(folders)
-    except SystemExit as stop:
-        assert stop.code == 1
-    faults(b"{}")
-    main(folders)
-    main(folders)  # again: the same
-    try:
-        main([*folders, "--owner=other"])
-    except SystemExit as stop:
-        assert stop.code == 1
+    name, right = next(iter(repositories)), os.environ["HF_TOKEN"]
+    for token, reason in (("hf_wrong", "401"), ("hf_reader", "403"), (None, "401")):
+        os.environ["HF_TOKEN"] = token or ""
+        stops(reason, f"{name} could not be uploaded", "the token", "hf auth login", options=["--owner=user"])
+    stops("no token found", "hf auth login")
+    os.environ["HF_TOKEN"] = "hf_wrong"
+    stops("Invalid user token", "HF_TOKEN")
+    os.environ["HF_TOKEN"] = right
+    stops("other/s5_generators-nplr-quick-seed0 could not be uploaded", "403", options=["--owner=other"])
+    assert not any(HfApi().repo_exists(x, repo_type=kind) for x, kind in repositories.items())
+    for kind, reason in (("cut_uploads", "the connection broke off"), ("damaged_uploads", "announced sha256")):
+        for i, (name, repo_type) in enumerate(repositories.items()):
+            faults(**{kind: 1000})
+            only, folders = folders, folders[i : i + 1]
+            stops(f"{name} could not be uploaded: ", reason)
+            folders = only
+            assert HfApi().list_repo_files(name, repo_type=repo_type) == [".gitattributes"]
+    faults()
+    for _ in range(2):  # the second changes nothing
+        main([*folders, "--private"])
     """
 )
 
@@ -146,50 +173,80 @@ SNIPPETS = BLOCKER + textwrap.dedent(
 )
 
 
+NAMES = {
+    "s5_generators-nplr-quick-seed0": "models",
+    "shell_jitter-nplr-quick-seed0": "models",
+    "state-tracking": "datasets",
+}
+
+
+def shown_files(text):
+    """Size and name of every file that a dry run shows."""
+    return sorted(re.findall(r"^ +([\d,]+)  (\S+)$", text, re.MULTILINE))
+
+
 def test_publishing_uploads_what_the_dry_run_shows_and_cards_run(folders, tmp_path):
-    names = {
-        "s5_generators-nplr-quick-seed0": "models",
-        "shell_jitter-nplr-quick-seed0": "models",
-        "state-tracking": "datasets",
-    }
-    with HubServer(tmp_path / "hub", tokens={"hf_right": "user", "hf_other": "other"}) as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        environment |= {
-            "HF_TOKEN": "hf_right",
-            "OMP_NUM_THREADS": "1",
-            "PATH": "/usr/bin",
-            "PYTHONPATH": ":".join(sys.path),
-        }
-
-        def run(script, *arguments):
-            command = [sys.executable, "-c", script, *map(str, arguments)]
-            done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-            return done
-
-        done = run(PUBLISH, *(folders / name for name in ("words", "episodes", "data")))
-        run(SNIPPETS, *(f"user/{name}:{kind[:-1]}" for name, kind in names.items()))
-    assert "the same command goes on" in done.stderr
-    assert "403" in done.stderr and not (hub.folder / "models" / "other").exists()
-    shown = re.findall(r"^ +([\d,]+)  (\S+)$", done.stdout.partition("published")[0], re.MULTILINE)
-    repositories = {name: hub.repository(f"user/{name}", kind) for name, kind in names.items()}
+    given = [folders / name for name in ("words", "episodes", "data")]
+    with HubServer(tmp_path / "hub", TOKENS, read_only=("hf_reader",)) as hub:
+        done = run_script(hub, tmp_path, PUBLISH, *given)
+        # The target itself, on a branch; what it depends on is there: it runs this test.
+        command = ["make", "-C", ROOT, "-o", "setup", "publish", f"VENV={sys.prefix}"]
+        command += [f"FOLDERS={' '.join(map(str, given))}", "OPTIONS=--revision next --collection others"]
+        made = run_client(hub, tmp_path, command)
+        run_script(hub, tmp_path, SNIPPETS, *(f"user/{name}:{kind[:-1]}" for name, kind in NAMES.items()))
+    repositories = {name: hub.repository(f"user/{name}", kind) for name, kind in NAMES.items()}
     kept = [(f"{file['size']:,}", path) for x in repositories.values() for path, file in x.files().items()]
-    assert sorted(shown) == sorted(entry for entry in kept if entry[1] != ".gitattributes")
+    shown = shown_files(done.stdout.partition("published")[0])
+    assert shown == sorted(entry for entry in kept if entry[1] != ".gitattributes")
     for name, repository in repositories.items():
         files = repository.files()
         assert {"README.md", "LICENSE"} <= set(files) and b"Apache License" in repository.read("LICENSE")
         assert f'"user/{name}"'.encode() in repository.read("README.md")
+        assert repository.files("next") == files and f"user/{name}: {hub.url}" in made.stdout
+        assert len(repository.history()) == 2  # the first, and all of it in one; the same again is nothing new
+        assert repository.private
     built = {path.relative_to(folders / "data").as_posix() for path in (folders / "data").rglob("*.*")}
     assert built <= set(repositories["state-tracking"].files())
     words = repositories["s5_generators-nplr-quick-seed0"]
     for file in ("model.safetensors", "results.json", "results.png"):
         assert words.read(file) == (folders / "words" / file).read_bytes()
-    assert len(words.history()) == 2  # the first, and all of it in one; the same again is nothing new
-    [path] = (hub.folder / "collections" / "user").iterdir()
-    index = json.loads(path.read_text())
-    assert index["title"] == "mamba3_nplr"
-    assert [(x["id"], x["type"]) for x in index["items"]] == [(f"user/{x}", kind[:-1]) for x, kind in names.items()]
-    assert "final accuracy" in index["items"][0]["note"]["text"]
+    check_collections(hub)
+
+
+def check_collections(hub):
+    found = [json.loads(path.read_text()) for path in (hub.folder / "collections" / "user").iterdir()]
+    assert {index["title"] for index in found} == {"mamba3_nplr", "others"}
+    for index in found:
+        assert index["private"] == (index["title"] == "mamba3_nplr")
+        items = [(x["id"], x["type"]) for x in index["items"]]
+        assert items == [(f"user/{name}", kind[:-1]) for name, kind in NAMES.items()]
+        assert "final accuracy" in index["items"][0]["note"]["text"]
+        assert index["items"][2]["note"]["text"] == "The tasks: z5, shell"
+
+
+def test_a_dry_run_needs_no_token_and_no_network(folders, monkeypatch, capsys):
+    def refuse(*_):
+        raise AssertionError("a dry run has used the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setenv("HF_TOKEN", "hf_right")  # is not even looked at
+    given = [str(folders / name) for name in ("words", "data")]
+    publishing.main([*given, "--dry_run"])
+    shown = capsys.readouterr().out
+    plans = [publishing.plan(Path(folder), "OWNER") for folder in given]
+    assert [plan.repo_id for plan in plans] == ["OWNER/s5_generators-nplr-quick-seed0", "OWNER/state-tracking"]
+    assert "model OWNER/s5_generators-nplr-quick-seed0\n" in shown and "dataset OWNER/state-tracking\n" in shown
+    assert "collection OWNER/mamba3_nplr" in shown and "--owner NAME" in shown
+    sizes = [
+        (f"{len(content if isinstance(content, bytes) else content.read_bytes()):,}", name)
+        for plan in plans
+        for name, content in plan.files.items()
+    ]
+    assert shown_files(shown) == sorted(sizes)
+    publishing.main([*given, "--dry_run", "--owner=me", "--collection="])
+    named = capsys.readouterr().out
+    assert "model me/s5_generators" in named and "OWNER" not in named and "collection" not in named
 
 
 def test_a_name_is_for_one_folder(capsys):
@@ -199,4 +256,4 @@ def test_a_name_is_for_one_folder(capsys):
 
 
 def test_the_licence_is_that_of_the_project():
-    assert publishing.licence() == (Path(__file__).parent.parent / "LICENSE").read_bytes()
+    assert publishing.licence() == (ROOT / "LICENSE").read_bytes()

@@ -1,14 +1,12 @@
 """The README's Python examples run, in order, in one session, with a Hub to push to."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
+from hub_client import TOKENS, run_script
 from hub_server import HubServer
 
 README = Path(__file__).parent.parent / "README.md"
@@ -24,6 +22,7 @@ SESSION = textwrap.dedent(
     assert namespace["action"].shape == (2,)
     assert namespace["batch"]["labels"].shape == (64, 64)
     assert type(namespace["model"]).__name__ == "Mamba3NPLRForSequenceClassification"
+    assert len(namespace["words"]) == 3 and namespace["words"].column_names == ["symbols", "labels"]
     assert namespace["policy"].config.observation_size == 9 and namespace["policy"].config.action_size == 3
     """
 )
@@ -47,15 +46,12 @@ def test_the_examples_run(tmp_path):
     np.save(tmp_path / "actions.npy", observations[..., :3].cumsum(1) / 4)
     assert len(blocks("python")) == 8
     (tmp_path / "blocks.json").write_text(json.dumps(blocks("python")))
-    with HubServer(tmp_path / "hub", tokens={"hf_right": "user"}) as hub:
-        environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_right"}
-        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", SESSION]
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    with HubServer(tmp_path / "hub", TOKENS) as hub:
+        done = run_script(hub, tmp_path, SESSION)
     assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
     assert "'token': 'press', 'element'" in done.stdout and "'label': 'LABEL_" in done.stdout
     assert hub.repository("user/policy").private and "pipelines.py" in hub.repository("user/policy").files()
+    assert hub.repository("user/words", "datasets").private
     for folder in ("switch", "policy"):  # it learns
         found = losses(tmp_path / folder)
         assert found[-1] < 0.5 * found[0], found

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import training_program
+from hub_client import TOKENS, run_client
 from hub_server import HubServer
 from huggingface_hub import ModelCard
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
@@ -205,11 +206,8 @@ def test_two_processes_give_the_losses_of_one_and_push_whole_checkpoints(tmp_pat
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *torchrun, str(training_program.PROGRAM), *WORDS, "--num_processes=2"]
     command += [f"--output_dir={tmp_path / 'two'}", *push]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_right"}
-    with HubServer(tmp_path / "hub", tokens={"hf_right": "user"}) as hub:
-        environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    with HubServer(tmp_path / "hub", TOKENS) as hub:
+        done = run_client(hub, tmp_path, command)
     pushed = hub.repository("user/two")
     by_title = {commit["title"]: commit for commit in pushed.history()}
     assert list(by_title) == ["nplr on s5_generators", "Step 8", "Step 6", "Step 3", "initial commit"]

@@ -38,6 +38,7 @@ EXPORTS = {
     "Mamba3NPLRPreTrainedModel": ".modeling.modeling_mamba3_nplr",
     "Mamba3State": ".modeling.mixer_mamba3",
     "ScanState": ".modeling.scan_definition",
+    "load_dataset": ".datasets_scripts.loading",
     "pad_sequences": ".modeling.collation",
     "scan": ".modeling.scan",
 }
