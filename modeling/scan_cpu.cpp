@@ -32,8 +32,8 @@ namespace {
 constexpr int64_t kSegment = 16;
 
 // Small pieces whose arguments are vectors: called and not inlined, each would pass them through memory.
-#ifndef INLINE
-#define INLINE inline __attribute__((always_inline))
+#ifndef FORCE_INLINE
+#define FORCE_INLINE __attribute__((always_inline))
 #endif
 
 #ifndef VECTOR_BYTES
@@ -128,7 +128,7 @@ struct Sums {
 };
 
 template <typename T, int R, int Count, typename Row>
-INLINE Sums<T, R> sum_rows(int64_t first, const Row& row) {
+FORCE_INLINE inline Sums<T, R> sum_rows(int64_t first, const Row& row) {
     if constexpr (Count == 1) {
         return row(first);
     } else {
@@ -142,9 +142,9 @@ INLINE Sums<T, R> sum_rows(int64_t first, const Row& row) {
 
 // The sum over the lanes of row(t) for each t below count, of which there is room for kSegment in `to`.
 template <typename T, typename Row>
-INLINE void sum_steps(int64_t count, T* to, const Row& row) {
+FORCE_INLINE inline void sum_steps(int64_t count, T* to, const Row& row) {
     for (int64_t block = 0; block < count; block += kLanes<T>)
-        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t t) __attribute__((always_inline)) {
+        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t t) FORCE_INLINE {
                               return t < count ? Sums<T, 1>{{row(t)}} : Sums<T, 1>{};
                           }).of[0];
 }
@@ -158,7 +158,7 @@ Vector<double> each_lane(Vector<double> x, F f) {
     return x;
 }
 
-INLINE Vector<float> nearest(Vector<float> x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
+FORCE_INLINE inline Vector<float> nearest(Vector<float> x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
 
 template <typename V>
 V horner(V, float c) {
@@ -169,7 +169,7 @@ V horner(V x, float c, Rest... rest) {
     return horner(x, rest...) * x + c;
 }
 
-INLINE Vector<float> exponential(Vector<float> x) {
+FORCE_INLINE inline Vector<float> exponential(Vector<float> x) {
     using I = VectorOf<float>::Integer;
     x = x < -87.3f ? all(-87.3f) : x;
     x = x > 88.3f ? all(88.3f) : x;
@@ -185,7 +185,7 @@ inline Vector<double> exponential(Vector<double> x) {
 }
 
 // log(1 + y) for y between 0 and 1, by the series of 2 artanh(y / (2 + y)).
-INLINE Vector<float> log_one_plus(Vector<float> y) {
+FORCE_INLINE inline Vector<float> log_one_plus(Vector<float> y) {
     const Vector<float> s = y / (y + 2.0f);
     return 2.0f * s *
            horner(s * s, 1.0f, 1.0f / 3, 1.0f / 5, 1.0f / 7, 1.0f / 9, 1.0f / 11, 1.0f / 13, 1.0f / 15, 1.0f / 17);
@@ -195,7 +195,7 @@ inline Vector<double> log_one_plus(Vector<double> y) {
 }
 
 // Tangent hyperbolic; small arguments keep their relative precision, since phases add it up over a sequence.
-INLINE Vector<float> hyperbolic_tangent(Vector<float> x) {
+FORCE_INLINE inline Vector<float> hyperbolic_tangent(Vector<float> x) {
     const Vector<float> size = x < 0.0f ? -x : x, e = exponential(-2.0f * size), square = x * x;
     const Vector<float> small =
         x + x * square * horner(square, -3.33332819422e-1f, 1.33314422036e-1f, -5.37397155531e-2f, 2.06390887954e-2f,
@@ -208,7 +208,7 @@ inline Vector<double> hyperbolic_tangent(Vector<double> x) {
 }
 
 // Sine and cosine of an angle between -pi and pi.
-INLINE void sine_cosine(Vector<float> x, Vector<float>& sine, Vector<float>& cosine) {
+FORCE_INLINE inline void sine_cosine(Vector<float> x, Vector<float>& sine, Vector<float>& cosine) {
     using I = VectorOf<float>::Integer;
     const Vector<float> n = nearest(x * 0.636619772f);
     const Vector<float> r = ((x - n * 1.5703125f) - n * 4.83751297e-4f) - n * 7.54978995e-8f, z = r * r;
@@ -266,14 +266,14 @@ inline void put(double x, double& to) { to = x; }
 
 // Copies between memory and buffers, whose padding is set to zero.
 template <typename S, typename T>
-INLINE void load(const S* from, int64_t count, T* to) {
+FORCE_INLINE inline void load(const S* from, int64_t count, T* to) {
     const int64_t whole = std::is_same_v<S, T> ? count - count % kLanes<T> : 0;
     for (int64_t i = 0; i < whole; i += kLanes<T>) std::memcpy(to + i, from + i, VECTOR_BYTES);
     for (int64_t i = whole; i < count; ++i) to[i] = value(from[i]);
     for (int64_t i = count; i < padded<T>(count); ++i) to[i] = T(0);
 }
 template <typename S, typename T>
-INLINE void store(const T* from, int64_t count, S* to) {
+FORCE_INLINE inline void store(const T* from, int64_t count, S* to) {
     const int64_t whole = std::is_same_v<S, T> ? count - count % kLanes<T> : 0;
     for (int64_t i = 0; i < whole; i += kLanes<T>) std::memcpy(to + i, from + i, VECTOR_BYTES);
     for (int64_t i = whole; i < count; ++i) put(from[i], to[i]);
@@ -455,7 +455,7 @@ class Core {
         Panel to_u;
         V to_c{};
         for (int64_t block = 0; block < n(); block += L) {
-            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) __attribute__((always_inline)) {
+            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) FORCE_INLINE {
                 Sums<T, 1> row{};
                 for (int w = 0; w < W; ++w) {
                     const V g = vec(grad + i * width + w * L);
@@ -524,7 +524,7 @@ class Core {
         for (int64_t t = s.steps - 1; t >= 0; --t)
             step_back(t, first, states + t * panel_size(), states + (t + 1) * panel_size(), grad, parts);
         for (int64_t block = 0; block < s.steps; block += L) {
-            const auto sums = sum_rows<T, 4, L>(block, [&](int64_t t) __attribute__((always_inline)) {
+            const auto sums = sum_rows<T, 4, L>(block, [&](int64_t t) FORCE_INLINE {
                 Sums<T, 4> row;
                 for (int i = 0; i < 4; ++i) row.of[i] = t < kSegment ? vec(parts[i] + t * L) : V{};
                 return row;
@@ -548,7 +548,7 @@ class Core {
         Panel along_k, to_u, with_h;
         V to_s{};
         for (int64_t block = 0; block < n(); block += L) {
-            const auto sums = sum_rows<T, 2, L>(block, [&](int64_t i) __attribute__((always_inline)) {
+            const auto sums = sum_rows<T, 2, L>(block, [&](int64_t i) FORCE_INLINE {
                 Sums<T, 2> row{};
                 for (int w = 0; w < W; ++w) {
                     const int64_t at = i * width + w * L;
@@ -586,7 +586,7 @@ class Core {
         const Panel q(s.q[t] + first), up(s.u[t] + first);
         const T d = s.d[t], r = s.r[t], *rk = s.rk[t];
         for (int64_t block = 0; block < n(); block += L) {
-            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) __attribute__((always_inline)) {
+            const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) FORCE_INLINE {
                 Sums<T, 1> row{};
                 for (int w = 0; w < W; ++w) {
                     const int64_t at = i * width + w * L;
@@ -1593,7 +1593,7 @@ template <typename T>
 void multiply(const T* W, const T* x, int64_t rows, int64_t columns, T* y) {
     const int64_t whole = columns - columns % kLanes<T>;
     for (int64_t block = 0; block < rows; block += kLanes<T>) {
-        const auto sums = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) __attribute__((always_inline)) {
+        const auto sums = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) FORCE_INLINE {
             Sums<T, 1> row{};
             if (i >= rows) return row;
             const T* w = W + i * columns;
