@@ -205,23 +205,29 @@ def test_other_source_is_another_library():
 
 SANITIZED = """
 #include <cstdio>
-template <typename T>
+template <typename S, typename T>
 static int fuzz(int64_t n, int64_t p, int64_t length, int64_t threads) {
-    Scan<T> s{};
+    Scan<S, T> s{};
     const int64_t rows = 2;
     s.layout = {rows, length, nullptr, nullptr};
     s.heads = 3, s.state = n, s.channels = p, s.threads = threads;
     const int64_t tokens = rows * length * s.heads, pairs = rows * s.heads, slots = rows * length / kSegment + rows;
     std::vector<std::vector<T>> memory;
+    std::vector<std::vector<S>> vectors;
+    S tenth;
+    put(T(0.1), tenth);
     const auto make = [&](int64_t size) { memory.emplace_back(size, T(0.1)); return memory.back().data(); };
-    s.u = make(tokens * p), s.B = make(tokens * n), s.C = make(tokens * n), s.log_decay = make(tokens);
-    s.write = make(tokens), s.carry = make(tokens), s.k = make(tokens * n), s.reflection = make(tokens);
+    const auto rows_of = [&](int64_t size) {
+        vectors.emplace_back(tokens * size, tenth);
+        return vectors.back().data();
+    };
+    s.u = rows_of(p), s.B = rows_of(n), s.C = rows_of(n), s.k = rows_of(n), s.y = rows_of(p), s.grad_y = rows_of(p);
+    s.grad_u = rows_of(p), s.grad_B = rows_of(n), s.grad_C = rows_of(n), s.grad_k = rows_of(n);
+    s.log_decay = make(tokens), s.write = make(tokens), s.carry = make(tokens), s.reflection = make(tokens);
     s.h0 = make(pairs * n * p), s.B0 = make(pairs * n), s.u0 = make(pairs * p);
-    s.y = make(tokens * p), s.h = make(pairs * n * p), s.kept = make(slots * s.heads * n * p);
-    s.grad_y = make(tokens * p), s.grad_h = make(pairs * n * p);
-    s.grad_u = make(tokens * p), s.grad_B = make(tokens * n), s.grad_C = make(tokens * n);
+    s.h = make(pairs * n * p), s.kept = make(slots * s.heads * n * p), s.grad_h = make(pairs * n * p);
     s.grad_log_decay = make(tokens), s.grad_write = make(tokens), s.grad_carry = make(tokens);
-    s.grad_k = make(tokens * n), s.grad_reflection = make(tokens);
+    s.grad_reflection = make(tokens);
     s.D = make(s.heads), s.grad_D = make(pairs);
     s.grad_h0 = make(pairs * n * p), s.grad_B0 = make(pairs * n), s.grad_u0 = make(pairs * p);
     run(s, true);
@@ -231,8 +237,9 @@ static int fuzz(int64_t n, int64_t p, int64_t length, int64_t threads) {
 int main() {
     for (int64_t length : {0, 1, 16, 17, 40, 300})
         for (int64_t threads : {1, 4}) {
-            fuzz<float>(16, 16, length, threads), fuzz<double>(3, 5, length, threads);
-            fuzz<float>(1, 1, length, threads), fuzz<float>(32, 64, length, threads);
+            fuzz<float, float>(16, 16, length, threads), fuzz<double, double>(3, 5, length, threads);
+            fuzz<float, float>(1, 1, length, threads), fuzz<float, float>(32, 64, length, threads);
+            fuzz<BFloat16, float>(16, 5, length, threads);
         }
     std::puts("clean");
 }

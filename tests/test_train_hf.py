@@ -225,17 +225,31 @@ def test_two_processes_give_the_losses_of_one_and_push_whole_checkpoints(tmp_pat
     assert {"rng_state_1.pth", "loss_1.json"} <= {path.name for path in (tmp_path / "two" / "checkpoint-8").iterdir()}
 
 
+def launch(config, program, arguments):
+    """Runs a program by accelerate with one of the configurations that come with this project."""
+    config = training_program.PROGRAM.parent / "configuration" / "accelerate" / config
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(program)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_configuration_for_ddp_gives_the_losses_of_one_process(tmp_path):
+    program.main([*WORDS, f"--output_dir={tmp_path / 'one'}"])
+    printed = launch("ddp.yaml", training_program.PROGRAM, [*WORDS, f"--output_dir={tmp_path / 'two'}"])
+    assert "processes: 2" in printed
+    for ours, theirs in zip(log_of(tmp_path / "two"), log_of(tmp_path / "one"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_fsdp_gives_the_losses_of_one_process_and_resumes_to_the_same_bits(tmp_path):
     program.main([*WORDS, f"--output_dir={tmp_path / 'one'}"])
-    config = training_program.PROGRAM.parent / "configuration" / "accelerate" / "fsdp.yaml"
     worker = Path(__file__).with_name("fsdp_on_cpu.py")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), str(worker), *WORDS]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for resume in ([], ["--resume_from_checkpoint"]):
-        arguments = [*command, f"--output_dir={tmp_path / 'fsdp'}", *resume]
-        done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+        launch("fsdp.yaml", worker, [*WORDS, f"--output_dir={tmp_path / 'fsdp'}", *resume])
         weights = (tmp_path / "fsdp" / "model.safetensors").read_bytes()
         if not resume:
             whole, first_log = weights, log_of(tmp_path / "fsdp")
