@@ -6,7 +6,8 @@ What the training program costs over a bare loop on the same model and data, at 
 A bare loop is: make the batch, forward, backward, clip, optimizer, schedule. Both run the same number of updates from
 the same weights and take turns, so that a noisy machine slows them alike; ratios are medians over the turns. The
 program runs as it does in training, with its checks and a log entry every ten updates, oftener than in the presets;
-checkpoints and evaluations, which cost as often as one asks for them, are left out on both sides.
+both keep the memory they free. Checkpoints and evaluations, which cost as often as one asks for them, are left out on
+both sides.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import transformers
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.training_run import TrainingRun, parse_run
+from mamba3_nplr.modeling.host_memory import keep_memory
 from mamba3_nplr.modeling.resumable_trainer import ResumableTrainer
 from transformers import TrainerCallback
 
@@ -99,6 +101,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="turns (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write, such as results/trainer.json")
     given = parser.parse_args()
+    keep_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {given.repeats}\n", flush=True)
     results = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -87,6 +87,15 @@ def test_the_compiled_mixer_is_the_one_in_torch(case):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("heads", [6, 18])
+def test_many_rows(option, heads):
+    """With rows enough for all threads, several heads are one piece of work, and 18 heads are one piece and a rest."""
+    mixer = make_mixer(option, hidden_size=2 * heads, head_dim=2, expand=1, state_size=3, num_rope_pairs=1)
+    x, state = torch.randn(33, 18, 2 * heads, dtype=torch.float64), random_state(mixer, 33)
+    assert_close(run(mixer, x, state, "cpu"), run(mixer, x, state, "reference"), 1e-10)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
 def test_padded_and_packed_sequences(option):
     mixer = make_mixer(option)
     x = torch.randn(3, 40, 12, dtype=torch.float64)
