@@ -8,7 +8,6 @@ import torch
 from transformers.utils import logging
 
 from .cpu_operator import NAMESPACE, contiguous
-from .scan_chunkwise import scan_chunkwise
 from .scan_definition import ScanInputs, ScanState
 from .triton_launch import (
     INPUTS,
@@ -155,13 +154,17 @@ def operator_backward(ctx, grad_y, grad_h, grad_kept, grad_T):
 scan_operator.register_autograd(operator_backward, setup_context=keep_for_backward)
 
 
+def fits(inputs: ScanInputs) -> bool:
+    """Whether the kernels can do it: not float64, nor more than 128 state elements or channels."""
+    dtypes = {x.dtype for x in inputs if x is not None}
+    largest = max(inputs.B.shape[-1], inputs.u.shape[-1])
+    return torch.float64 not in dtypes and largest <= LARGEST and inputs.u.numel() > 0
+
+
 def scan_triton(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Same arguments and results as `scan_definition`; the kernels choose their chunks. u, B, C and k may be bfloat16 or
-    float16. What no kernel can do, float64 and more than 128 state elements or channels, runs as the chunkwise scan.
+    Same arguments and results as `scan_definition`, for inputs that fit; the kernels choose their chunks. u, B, C and k
+    may be bfloat16 or float16, and y and their gradients are then, too.
     """
-    largest = max(inputs.B.shape[-1], inputs.u.shape[-1])
-    if inputs.u.dtype == torch.float64 or largest > LARGEST or inputs.u.numel() == 0:
-        return scan_chunkwise(inputs, initial, chunk_size)
     y, h, _, _ = scan_operator(*inputs, *initial)
     return y, h

@@ -4,14 +4,16 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from family_cases import build_case
 from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling import scan_triton as scan_triton_module
 from mamba3_nplr.modeling import triton_launch
-from mamba3_nplr.modeling.scan import BACKENDS, select_backend
+from mamba3_nplr.modeling.scan import BACKENDS, Backend, select_backend
 from mamba3_nplr.modeling.scan_chunkwise import scan_chunkwise
 from mamba3_nplr.modeling.scan_definition import ScanInputs, ScanState, scan_definition
 from mamba3_nplr.modeling.scan_triton import scan_operator, scan_triton, unavailable
@@ -185,20 +187,88 @@ def test_bfloat16_is_no_worse_than_torch(n, rounded_products):
     half = ScanInputs(*(x.to(torch.bfloat16) for x in exact))
     expected = bfloat16_results(scan_definition, as_float64(half), as_float64(state))
     plain = bfloat16_results(scan_chunkwise, half, ScanState(*(x.to(torch.bfloat16) for x in state)))
-    found = bfloat16_results(scan_triton, half, state)
+    found = bfloat16_results(through_scan, half, state)
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
     for one, other, wanted in zip(found, plain, expected, strict=True):
         assert error(one, wanted) < 2 * error(other, wanted)
 
 
-def test_float16_inputs():
+def through_scan(inputs, state, chunk_size):
+    y, final = run(inputs, state, "triton")
+    return y, final.h
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The tensors of the last forward and backward pass, by name."""
+    seen = {}
+
+    def recorded(function):
+        def record(settings, tensors):
+            seen.update(tensors)
+            return function(settings, tensors)
+
+        return record
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(scan_triton_module, name, recorded(getattr(scan_triton_module, name)))
+    return seen
+
+
+VECTORS = ("u", "B", "C", "k", "y", "dy", "du", "dB", "dC", "dk")
+GATES = ("log_decay", "write", "carry", "reflection", "D", "h0", "B0", "u0", "h", "dh", "dwrite", "dh0")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reaches_the_kernels_as_it_is(dtype, launched):
     exact = scan_inputs(batch=1, length=20, heads=2, n=16, channels=16, dtype=torch.float32)
+    half = exact._replace(**{name: getattr(exact, name).to(dtype) for name in VECTORS[:4]})
     state = scan_state(exact)
-    half = ScanInputs(*(x.half() for x in exact))
-    y, _ = scan_triton(half, state, 16)
-    expected, _ = scan_definition(as_float64(half), as_float64(state), 16)
-    assert y.dtype == torch.float16
-    assert error(y, expected) < 2**-11 * 8  # rounding the result costs 2^-11 of its largest values, a few times the RMS
+    found = run_with_gradients(half, state, "triton")
+    assert {launched[name].dtype for name in VECTORS} == {dtype}
+    assert {launched[name].dtype for name in GATES} == {torch.float32}
+    assert found["y"].dtype == found["grad_k"].dtype == dtype
+    assert found["grad_write"].dtype == found["final_h"].dtype == torch.float32
+    expected = run_with_gradients(as_float64(half), as_float64(state), "reference")
+    # Rounding a result costs half a unit in the last place of its largest values, which are a few times the RMS.
+    digits = {torch.bfloat16: 2**-9, torch.float16: 2**-12}[dtype]
+    for name in ("y", "grad_u", "grad_B", "grad_C", "grad_k"):
+        assert error(found[name], expected[name]) < 8 * digits, name
+    assert error(found["final_h"], expected["final_h"]) < 1e-5
+
+
+def rounded_chunkwise(inputs, initial, chunk_size):
+    """The chunkwise scan of vectors that were rounded to bfloat16."""
+    assert {x.dtype for x in (inputs.u, inputs.B, inputs.C) if x is not None} == {torch.bfloat16}
+    return scan_chunkwise(ScanInputs(*(None if x is None else x.float() for x in inputs)), initial, chunk_size)
+
+
+@pytest.mark.parametrize(("option", "autocast"), [("paper", False), ("rank0", True), ("delta", True), ("gdn", False)])
+@torch.no_grad()
+def test_a_half_precision_model_runs_in_half_precision_kernels(option, autocast, launched, monkeypatch):
+    make = build_case if option == "gdn" else partial(build, Mamba3NPLRModel)
+    model, ids = make(option, num_hidden_layers=1), tokens(1, 18)
+    model = model.float() if autocast else model.to(torch.bfloat16)
+    rounds = Backend(rounded_chunkwise, half=(torch.bfloat16,))
+    monkeypatch.setitem(BACKENDS, "chunkwise", rounds)
+    results = []
+    for backend in ("triton", "chunkwise"):
+        model.config.scan_backend = backend
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            results.append(model(ids).last_hidden_state)
+    vectors = [launched[name] for name in ("u", "B", "C", "k", "y")]
+    assert {x.dtype for x in vectors if x is not None} == {torch.bfloat16}
+    assert {launched[name].dtype for name in ("log_decay", "write", "h0", "h")} == {torch.float32}
+    # Results that are nearly equal may still be rounded to different neighbours, now and then.
+    found, expected = results
+    assert error(found, expected) < 8 * 2**-8
+    assert (found != expected).float().mean() < 0.05
+
+
+def test_half_precision_that_no_kernel_can_do_runs_chunkwise():
+    half = ScanInputs(*(x.to(torch.bfloat16) for x in scan_inputs(batch=1, length=3, heads=1, n=130)))
+    found, expected = (run(half, backend=backend) for backend in ("triton", "chunkwise"))
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1].h, expected[1].h)
 
 
 @pytest.mark.parametrize(("form", "n"), [("contractive", 3), ("rank0", 3), ("delta", 40)])
