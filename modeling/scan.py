@@ -40,7 +40,12 @@ BACKENDS: dict[str, Backend] = {
     "reference": Backend(scan_definition),
     "chunkwise": Backend(scan_chunkwise),
     "cpu": Backend(unavailable=unavailable, run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu),
-    "triton": Backend(scan_triton, triton_unavailable, half=(torch.bfloat16, torch.float16), fits=triton_fits),
+    "triton": Backend(
+        unavailable=triton_unavailable,
+        run_sequences=scan_triton,
+        half=(torch.bfloat16, torch.float16),
+        fits=triton_fits,
+    ),
 }
 
 
