@@ -35,14 +35,11 @@ from .triton_chunk import (
 
 
 @triton.jit
-def projection_gradients(
-    dy, C, k, dG, T, a, a_last, r, i, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr
-):
-    """dv = T' dq, with dq from the y of the chunk and from the state after it."""
+def projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """r times dq, from the y of the chunk and from the state after it; dv = T' (r dq)."""
     dq = -decay_since(a_last, a)[:, None] * dot(k, dG, DOT, PRECISION)
     CkE = dot(C, tl.trans(k), DOT, PRECISION) * decay_matrix(a, a, i, 0)
-    dq = dot(-tl.trans(CkE), dy, DOT, PRECISION, acc=dq)
-    return dot(tl.trans(T), r[:, None] * dq, tl.float32, EXACT)
+    return r[:, None] * dot(-tl.trans(CkE), dy, DOT, PRECISION, acc=dq)
 
 
 @triton.jit
@@ -86,8 +83,8 @@ def backward_state_kernel(
         if HAS_REFLECTION:
             k = load_tile(k_ptr, at, inside, rows, n)
             r = load_gate(reflection_ptr, at, inside)
-            T = load_inverse(T_ptr, index, i, CHUNK)
-            dv = projection_gradients(dy, C, k, dG, T, a, a_last, r, i, DOT, PRECISION, EXACT)
+            rdq = projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT, PRECISION)
+            dv = dot(tl.trans(load_inverse(T_ptr, index, i, CHUNK)), rdq, tl.float32, EXACT)
             dv_first = tl.sum(tl.where((i == 0)[:, None], dv, 0.0), 0)
             tl.store(dv_ptr + index * channels + columns, dv_first, mask=columns < channels)
         dG = state_gradient(dG, dy, dv, C, k, a, a_before, a_last, HAS_REFLECTION, DOT, PRECISION)
@@ -117,7 +114,11 @@ def projections_and_gradients(
     k = load_tile(k_ptr, at, inside, rows, n)
     C = load_tile(C_ptr, at, inside, rows, n)
     dy = load_tile(dy_ptr, at, inside, columns, channels)
-    return q, projection_gradients(dy, C, k, dG, T, a, a_last, r, i, DOT, PRECISION, EXACT)
+    rdq = projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT, PRECISION)
+    tl.debug_barrier()
+    if SOLVED:
+        T = load_inverse(T_ptr, place[2], i, CHUNK)
+    return q, dot(tl.trans(T), rdq, tl.float32, EXACT)
 
 
 @triton.jit
