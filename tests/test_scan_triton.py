@@ -395,13 +395,23 @@ def not_a_number(inputs, initial, sequences):
     return y * float("nan"), h
 
 
+def wrong_in_half_precision(inputs, initial, sequences):
+    y, h = scan_chunkwise(ScanInputs(*(x.float() for x in inputs)), initial, 4)
+    return (y if inputs.u.dtype == torch.float32 else 1.2 * y), h
+
+
 def raises(inputs, initial, sequences):
     raise RuntimeError("out of resource")
 
 
 @pytest.mark.parametrize(
     ("broken", "reason"),
-    [(wrong_gradient, "the gradient of write is off"), (not_a_number, "y is off by nan"), (raises, "RuntimeError")],
+    [
+        (wrong_gradient, "the gradient of write is off"),
+        (not_a_number, "y is off by nan"),
+        (wrong_in_half_precision, "bfloat16 example"),
+        (raises, "RuntimeError"),
+    ],
 )
 def test_the_self_check_finds_what_is_broken_and_warns_once(broken, reason, monkeypatch):
     warnings = []
