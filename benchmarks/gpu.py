@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mamba3_nplr.modeling.scan_chunkwise import scan_chunkwise
-from mamba3_nplr.modeling.scan_definition import ScanInputs, ScanState
-from mamba3_nplr.modeling.scan_triton import scan_triton, unavailable
+from mamba3_nplr.modeling.scan import scan
+from mamba3_nplr.modeling.scan_definition import ScanInputs
+from mamba3_nplr.modeling.scan_triton import unavailable
 
 # batch, length, heads, state, channels
 SHAPES = {
@@ -41,11 +41,11 @@ class Variant(NamedTuple):
     package: str = "mamba3_nplr"
 
 
-def ours(function):
+def ours(backend: str):
     def run(inputs: ScanInputs) -> torch.Tensor:
-        (batch, _, heads, channels), n = inputs.u.shape, inputs.B.shape[-1]
-        shapes = (batch, heads, n, channels), (batch, heads, n), (batch, heads, channels)
-        return function(inputs, ScanState(*(inputs.log_decay.new_zeros(shape) for shape in shapes)), 64)[0]
+        named = inputs._asdict()
+        positional = [named.pop(name) for name in ("u", "B", "C", "log_decay", "write")]
+        return scan(*positional, **named, backend=backend)[0]
 
     return run
 
@@ -71,11 +71,11 @@ def official_mamba3(inputs: ScanInputs) -> torch.Tensor:
 
 
 VARIANTS = {
-    "reflection, chunkwise": Variant("reflection", ours(scan_chunkwise)),
-    "reflection, triton": Variant("reflection", ours(scan_triton)),
-    "Gated DeltaNet, triton": Variant("delta", ours(scan_triton)),
+    "reflection, chunkwise": Variant("reflection", ours("chunkwise")),
+    "reflection, triton": Variant("reflection", ours("triton")),
+    "Gated DeltaNet, triton": Variant("delta", ours("triton")),
     "Gated DeltaNet, fla": Variant("delta", gated_deltanet, "fla"),
-    "Mamba-3, triton": Variant("rank0", ours(scan_triton)),
+    "Mamba-3, triton": Variant("rank0", ours("triton")),
     "Mamba-3, official": Variant("rank0", official_mamba3, "mamba_ssm"),
 }
 
@@ -115,7 +115,7 @@ def verify(variant: Variant, shape, dtype: torch.dtype) -> float:
     short = (min(shape[0], 2), min(shape[1], 200), *shape[2:])
     inputs = make_inputs(short, variant.form, dtype)
     exact = with_grad(ScanInputs(*(None if x is None else x.float() for x in inputs)))
-    expected = ours(scan_chunkwise)(exact)
+    expected = ours("chunkwise")(exact)
     inputs = with_grad(inputs)
     found = variant.run(inputs)
     worst = deviation(found, expected.detach())

@@ -33,6 +33,7 @@ SIZES = ((16, 16), (32, 32), (64, 64), (128, 128))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HALF = ("u", "B", "C", "k", "y", "dy", "du", "dB", "dC", "dk")  # in the dtype of the inputs
 KEPT = ("kept", "dG")  # in that of matrix products; all else is float32
+SEQUENCES = ("bounds_ptr", "order_ptr", "rows_ptr")  # given for packed and padded sequences only
 # Bytes a token and head of other scans, forward and backward, in bf16.
 ANCHORS = {
     (16, 16): {"Mamba-3": (318, 694), "Gated DeltaNet": (716, 1358), "DPLR": (1664, 4232)},
@@ -46,10 +47,11 @@ class Configuration(NamedTuple):
     channels: int
     dtype: str
     block: int | None = None  # of channels, where it is not all of them
+    padded: bool = False  # sequences with bounds and an order of their tokens, not rows
 
     def __str__(self) -> str:
         block = f" block {self.block}" if self.block else ""
-        return f"{self.kernel} {self.n}/{self.channels} {self.dtype}{block}"
+        return f"{self.kernel} {self.n}/{self.channels} {self.dtype}{block}{' padded' if self.padded else ''}"
 
 
 def configurations() -> list[Configuration]:
@@ -66,6 +68,9 @@ def configurations() -> list[Configuration]:
                 found += [Configuration(kernel, n, channels, dtype, block) for kernel in scans]
             found.append(Configuration("backward_chunk_kernel", n, channels, dtype))
         found.append(Configuration("step_kernel", n, channels, "fp32", min(channels, NARROW_BLOCK)))
+    scans = ("solve_kernel", "forward_kernel", "backward_state_kernel", "backward_chunk_kernel")
+    found += [Configuration(kernel, 64, 64, "bf16", padded=True) for kernel in scans]
+    found += [Configuration(kernel, 16, 16, "bf16", padded=True) for kernel in ("forward_kernel", "backward_kernel")]
     return found
 
 
@@ -78,21 +83,27 @@ def compile_kernel(configuration: Configuration, target: GPUTarget):
     settings, function = settings_of(configuration, target), KERNELS[configuration.kernel]
     more = {"SOLVED": not settings.small} | ({"P": configuration.block} if configuration.block else {})
     values = constants(configuration.kernel, settings, {"carry": True, "k": True, "D": True}, **more)
+    if not configuration.padded:
+        values |= {name: None for name in SEQUENCES if name in function.arg_names}
     signature = {name: argument_type(name, configuration.dtype, values) for name in function.arg_names}
     places = {name: (place,) for place, name in enumerate(function.arg_names)}
     source = ASTSource(
         function,
         signature=signature,
         constexprs={places[name]: value for name, value in values.items()},
-        attrs={place: [["tt.divisibility", 16]] for name, place in places.items() if name.endswith("_ptr")},
+        attrs={places[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")},
     )
     options = {"num_warps": warps(configuration.kernel, settings), "num_stages": 1, "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=options)
 
 
 def argument_type(name: str, dtype: str, values: dict) -> str:
+    if name in values:
+        return "constexpr"
     if not name.endswith("_ptr"):
-        return "constexpr" if name in values else "i32"
+        return "i32"
+    if name in SEQUENCES:
+        return "*i64"
     array = name.removesuffix("_ptr")
     return f"*{dtype}" if array in HALF + KEPT else "*fp32"
 

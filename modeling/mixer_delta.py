@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .scan import scan
+from .scan import scan, scan_vector_dtype
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows
 from .short_convolution import short_convolution
@@ -94,7 +94,7 @@ class DeltaMixer(nn.Module):
             chunk_size=self.config.chunk_size,
             backend=self.config.scan_backend,
         )
-        y = y.unflatten(1, (length, steps))[:, :, -1]  # (batch, length, heads, value size)
+        y = y.unflatten(1, (length, steps))[:, :, -1].to(beta.dtype)  # (batch, length, heads, value size)
         y = F.rms_norm(y, y.shape[-1:], self.o_norm.weight.to(y.dtype), self.o_norm.eps).flatten(-2)
         if self.config.use_output_gate:
             y = y * F.silu(self.g_proj(hidden_states).to(y.dtype))
@@ -102,10 +102,11 @@ class DeltaMixer(nn.Module):
 
     def queries_keys_values(self, hidden_states, state, mask, cu_seqlens):
         """
-        q (batch, length, heads, key size), k and v (batch, length, steps, heads, key or value size), float32 at least;
-        and the last tokens for the next convolution.
+        q (batch, length, heads, key size), k and v (batch, length, steps, heads, key or value size), in the dtype the
+        scan reads; and the last tokens for the next convolution.
         """
         x = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], dim=-1)
+        vector_dtype = scan_vector_dtype(self.config.scan_backend, x)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         tokens = state.tokens
         if self.config.conv_size:
@@ -116,7 +117,8 @@ class DeltaMixer(nn.Module):
         heads, steps = self.config.num_heads, self.config.num_householder
         q = normalise(q.unflatten(-1, (heads, -1))) * self.config.head_key_dim**-0.5
         k = normalise(k.unflatten(-1, (steps, heads, -1)))
-        return q, k, v.unflatten(-1, (steps, heads, -1)), tokens
+        v = v.unflatten(-1, (steps, heads, -1))
+        return q.to(vector_dtype), k.to(vector_dtype), v.to(vector_dtype), tokens
 
     def gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The strength of every delta step, and the logarithm of its decay: (batch, length, steps, heads) both."""

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .mixer_cpu import MixerMatrices, MixerWeights
-from .scan import scan, select_backend
+from .scan import scan, scan_vector_dtype, select_backend
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows, token_order
 
@@ -148,9 +148,10 @@ class Mamba3Mixer(nn.Module):
 
     def mix(self, projected, k, beta, state, mask, cu_seqlens) -> tuple[torch.Tensor, Mamba3State]:
         """From the projections of the input to what the output projection takes, (batch, length, inner)."""
-        projected = projected.split(self.split_sizes, dim=-1)
+        vector_dtype = scan_vector_dtype(self.config.scan_backend, projected)
+        z, u, *rest = projected.split(self.split_sizes, dim=-1)
         # Gates, norms and phases are float32 at least: they are exponents and sums over the whole sequence.
-        z, u, B, C, dt, A, trap, angle = (x.to(at_least_float32(x)) for x in projected)
+        z, B, C, dt, A, trap, angle = (x.to(at_least_float32(x)) for x in (z, *rest))
         u = u.unflatten(-1, (-1, self.config.head_dim))  # (batch, length, heads, channels)
 
         dt = F.softplus(dt + self.dt_bias)
@@ -166,13 +167,13 @@ class Mamba3Mixer(nn.Module):
             write, carry = trapezoid * dt, (1 - trapezoid) * dt
 
         y, scanned = scan(
-            u,
-            B,
-            C,
+            u.to(vector_dtype),
+            B.to(vector_dtype),
+            C.to(vector_dtype),
             log_decay,
             write,
             carry=carry,
-            k=k,
+            k=None if k is None else k.to(vector_dtype),
             reflection=reflection,
             D=self.D,
             initial_state=self.scan_state(state),
@@ -181,7 +182,7 @@ class Mamba3Mixer(nn.Module):
             chunk_size=self.config.chunk_size,
             backend=self.config.scan_backend,
         )
-        y = y.flatten(-2)
+        y = y.flatten(-2).to(z.dtype)
         if self.config.output_norm:
             y = self.norm(y)
         return y * F.silu(z), self.next_state(scanned, phase)

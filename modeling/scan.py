@@ -10,6 +10,7 @@ from .mixer_cpu import mixer_cpu, step_cpu
 from .scan_chunkwise import scan_chunkwise
 from .scan_cpu import scan_cpu
 from .scan_definition import ScanInputs, ScanState, scan_definition
+from .scan_triton import fits as triton_fits
 from .scan_triton import scan_triton
 from .scan_triton import unavailable as triton_unavailable
 from .sequence_rows import TokenOrder, sequence_rows, token_order
@@ -22,7 +23,8 @@ class Backend(NamedTuple):
     `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, `mix`, the whole of a Mamba-3
     mixer between its projections, and `step`, all of it for single tokens; without them the sequences are laid out as
     rows, and the mixer runs in torch. u, B, C and k reach it as they are in the dtypes of `half`, and else in float32,
-    as all other coefficients and the states do, or in float64.
+    as all other coefficients and the states do, or in float64. Inputs that do not fit it (`fits`)
+    run as the chunkwise scan.
     """
 
     run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -31,6 +33,7 @@ class Backend(NamedTuple):
     mix: Callable | None = None
     step: Callable | None = None
     half: tuple[torch.dtype, ...] = ()
+    fits: Callable[[ScanInputs], bool] = lambda inputs: True
 
 
 BACKENDS: dict[str, Backend] = {
@@ -39,7 +42,12 @@ BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         unavailable=unavailable, run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu, half=(torch.bfloat16,)
     ),
-    "triton": Backend(scan_triton, triton_unavailable),
+    "triton": Backend(
+        unavailable=triton_unavailable,
+        run_sequences=scan_triton,
+        half=(torch.bfloat16, torch.float16),
+        fits=triton_fits,
+    ),
 }
 
 
@@ -63,6 +71,13 @@ def fastest_backend(device: torch.device) -> str:
 def check_backend_name(name: str) -> None:
     if name != "auto" and name not in BACKENDS:
         raise ValueError(f"scan_backend={name!r} is unknown. It must be auto, or one of {', '.join(BACKENDS)}.")
+
+
+def scan_vector_dtype(name: str, projected: torch.Tensor) -> torch.dtype:
+    """The dtype for the vectors of a scan that are made from `projected`: its own, if the backend reads it as it is."""
+    if projected.dtype in select_backend(name, projected.device).half:
+        return projected.dtype
+    return torch.promote_types(projected.dtype, torch.float32)
 
 
 def scan(
@@ -101,6 +116,7 @@ def scan(
     inputs = ScanInputs(u, B, C, log_decay, write, carry, k, reflection, D)
     check_inputs(inputs)
     found = select_backend(backend, u.device)
+    found = found if found.fits(inputs) else BACKENDS["chunkwise"]
     # Autocast would turn the float32 matrix products below into half precision.
     with torch.autocast(u.device.type, enabled=False):
         inputs = prepare_inputs(inputs, found.half)

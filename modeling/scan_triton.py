@@ -8,20 +8,20 @@ import torch
 from transformers.utils import logging
 
 from .cpu_operator import NAMESPACE, contiguous
-from .scan_chunkwise import scan_chunkwise
 from .scan_definition import ScanInputs, ScanState
+from .sequence_rows import TokenOrder
 from .triton_launch import (
     INPUTS,
     LARGEST,
     Settings,
     backward,
-    chunk_count,
     exact_precision,
     forward,
     interpreted,
     kept_dtype,
     make_settings,
     processors,
+    slot_count,
 )
 from .triton_self_check import disagreement
 
@@ -75,23 +75,27 @@ def scan_operator(
     h0: torch.Tensor,
     B0: torch.Tensor,
     u0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the last h, and for the gradient G at the start of each chunk and T of each chunk."""
     inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
-    outputs = make_outputs(*inputs)
-    tensors = contiguous(INPUTS, inputs) | dict(zip(("y", "h", "kept", "T"), outputs, strict=True))
-    forward(settings_of(u, B), tensors)
+    outputs = make_outputs(*inputs, bounds, order)
+    if order is not None:
+        outputs[0].zero_()  # padding, which the kernels never see, reads as 0
+    tensors = contiguous((*INPUTS, "bounds", "order"), (*inputs, bounds, order))
+    forward(settings_of(u, B), tensors | dict(zip(("y", "h", "kept", "T"), outputs, strict=True)))
     return outputs
 
 
 @scan_operator.register_fake
-def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0):
-    settings, (rows, length, heads, channels) = settings_of(u, B), u.shape
-    chunks = chunk_count(length, settings)
-    kept = u.new_empty(rows * heads, chunks, B.shape[-1], channels, dtype=kept_dtype(u.dtype))
+def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    settings, (rows, heads, n, channels) = settings_of(u, B), h0.shape
+    slots = slot_count(rows, *u.shape[:2], bounds is not None, settings)
+    kept = u.new_empty(slots, heads, n, channels, dtype=kept_dtype(u.dtype))
     # Small states solve once more in the backward pass rather than keep what they found.
-    solved = 0 if settings.small or k is None else rows * heads
-    T = u.new_empty(solved, chunks, settings.CHUNK, settings.CHUNK, dtype=torch.float32)
+    solved = 0 if settings.small or k is None else slots
+    T = u.new_empty(solved, heads, settings.CHUNK, settings.CHUNK, dtype=torch.float32)
     return u.new_empty(u.shape), h0.new_empty(h0.shape), kept, T
 
 
@@ -113,28 +117,34 @@ def scan_backward_operator(
     h0: torch.Tensor,
     B0: torch.Tensor,
     u0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """The gradients of all inputs that are there, in their order."""
     inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
-    tensors = contiguous((*INPUTS, "dy", "dh", "kept", "T"), (*inputs, grad_y, grad_h, kept, T))
-    grads = make_gradients(grad_y, grad_h, kept, T, *inputs)
+    others = (grad_y, grad_h, kept, T, bounds, order)
+    tensors = contiguous((*INPUTS, "dy", "dh", "kept", "T", "bounds", "order"), (*inputs, *others))
+    grads = make_gradients(grad_y, grad_h, kept, T, *inputs, bounds, order)
     names = [f"d{name}" for name, x in zip(INPUTS, inputs, strict=True) if x is not None]
     named = dict(zip(names, grads, strict=True))
-    if carry is None:
-        named["dB0"].zero_()
-        named["du0"].zero_()
-    settings, (rows, length, heads, _) = settings_of(u, B), u.shape
     if D is not None:
         # A share from each chunk; adding them up here gives the same sum in every run.
-        named["dD"] = u.new_empty(rows, heads, chunk_count(length, settings), dtype=torch.float32)
-    backward(settings, tensors | named)
+        named["dD"] = u.new_empty(kept.shape[:2], dtype=torch.float32)
+    # What no program writes: padding, places of chunks that no packed sequence needs, tokens before empty sequences.
+    unwritten = set(names) if order is not None else {"dD"} if bounds is not None else set()
+    if carry is None or bounds is not None:
+        unwritten |= {"dB0", "du0"}
+    for name in unwritten & named.keys():
+        named[name].zero_()
+    backward(settings_of(u, B), tensors | named)
     if D is not None:
-        named["dD"] = named["dD"].sum((0, 2)).to(D.dtype)
+        named["dD"] = named["dD"].sum(0).to(D.dtype)
     return [named[name] for name in names]
 
 
 @scan_backward_operator.register_fake
 def make_gradients(grad_y, grad_h, kept, T, *inputs):
+    *inputs, _, _ = inputs  # but not bounds and order
     return [x.new_empty(x.shape) for x in inputs if x is not None]
 
 
@@ -149,19 +159,23 @@ def keep_for_backward(ctx, inputs, output):
 def operator_backward(ctx, grad_y, grad_h, grad_kept, grad_T):
     *inputs, kept, T = ctx.saved_tensors
     grads = iter(scan_backward_operator(grad_y, grad_h, kept, T, *inputs))
-    return tuple(None if x is None else next(grads) for x in inputs)
+    return (*(None if x is None else next(grads) for x in inputs[: len(INPUTS)]), None, None)
 
 
 scan_operator.register_autograd(operator_backward, setup_context=keep_for_backward)
 
 
-def scan_triton(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Same arguments and results as `scan_definition`; the kernels choose their chunks. u, B, C and k may be bfloat16 or
-    float16. What no kernel can do, float64 and more than 128 state elements or channels, runs as the chunkwise scan.
-    """
+def fits(inputs: ScanInputs) -> bool:
+    """Whether the kernels can do it: not float64, nor more than 128 state elements or channels."""
+    dtypes = {x.dtype for x in inputs if x is not None}
     largest = max(inputs.B.shape[-1], inputs.u.shape[-1])
-    if inputs.u.dtype == torch.float64 or largest > LARGEST or inputs.u.numel() == 0:
-        return scan_chunkwise(inputs, initial, chunk_size)
-    y, h, _, _ = scan_operator(*inputs, *initial)
+    return torch.float64 not in dtypes and largest <= LARGEST and inputs.u.numel() > 0
+
+
+def scan_triton(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    y and the last h of each sequence, as `scan_definition` finds them, for inputs that fit. u, B, C and k may be
+    bfloat16 or float16, and y and their gradients are then, too.
+    """
+    y, h, _, _ = scan_operator(*inputs, *initial, *sequences)
     return y, h

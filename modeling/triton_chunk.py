@@ -13,6 +13,10 @@ With G_t = h_t + c_{t+1} B_t u_t', the state that has the next step's carry alre
 The last term of v takes back the carry that G_{t-1} holds and h_{t-1} does not: it lowers the weight of u_{t-1} from
 g to w, and for the first token of a chunk it is a term of its own, with the token before the chunk.
 
+A `place` is (pair, chunk, index, position, remaining, head, heads, order_ptr) of a chunk: its row and head, its number
+in the sequence, its index among all chunks of all heads, its first token's position, how many tokens the sequence has
+from there on. Tokens stand in their order, or token numbers at `order_ptr` say in which.
+
 Tiles stay in the dtype they were loaded in until `.to(tl.float32)`: the interpreter is wrong about bfloat16 arithmetic.
 Positions past the end of a sequence load zeros, which are the identity step.
 """
@@ -28,28 +32,73 @@ def dot(a, b, DOT: tl.constexpr, PRECISION: tl.constexpr, acc=None):
 
 
 @triton.jit
-def load_tile(pointer, start, heads, i, inside, columns, WIDTH: tl.constexpr):
-    """Rows of a chunk's tokens, from entry `start` on; zero where not `inside`, and in columns past WIDTH."""
-    offsets = i[:, None] * (heads * WIDTH) + columns[None, :]
+def find_sequence(bounds_ptr, row, length, CHUNK: tl.constexpr):
+    """The position of a sequence's first token among all tokens, its length, and the slot of its first chunk."""
+    first, slot = row * length, row * tl.cdiv(length, CHUNK)
+    if bounds_ptr is not None:
+        first = tl.load(bounds_ptr + 2 * row)
+        length = (tl.load(bounds_ptr + 2 * row + 1) - first).to(tl.int32)
+        # Each sequence before this one has at most one chunk that is not full.
+        slot = first // CHUNK + row
+    return first, length, slot
+
+
+@triton.jit
+def find_chunk(bounds_ptr, rows_ptr, slot, length, CHUNK: tl.constexpr):
+    """The row of the chunk in a slot, its number, and the position and length of its sequence."""
+    row = slot // tl.cdiv(length, CHUNK)
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + slot)
+    first, length, first_slot = find_sequence(bounds_ptr, row, length, CHUNK)
+    return row, slot - first_slot, first, length
+
+
+@triton.jit
+def entries(place, i, inside, SHIFT: tl.constexpr = 0):
+    """Where the tokens of a chunk, or those SHIFT after them, lie in an array: an entry, and offsets to add to it."""
+    _, _, _, position, _, head, heads, order_ptr = place
+    first, offsets = (position + SHIFT) * heads + head, i * heads
+    if order_ptr is not None:
+        first, offsets = head, tl.load(order_ptr + position + SHIFT + i, mask=inside, other=0) * heads
+    return first, offsets
+
+
+@triton.jit
+def entry(place, shift, there):
+    """Where the token `shift` after a chunk's first lies in an array."""
+    _, _, _, position, _, head, heads, order_ptr = place
+    token = position + shift
+    if order_ptr is not None:
+        token = tl.load(order_ptr + token, mask=there, other=0)
+    return token * heads + head
+
+
+@triton.jit
+def load_tile(pointer, at, inside, columns, WIDTH: tl.constexpr):
+    """Rows of the tokens at `entries`; zero where not `inside`, and in columns past WIDTH."""
+    first, offsets = at
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    return tl.load(pointer + start * WIDTH + offsets, mask=mask, other=0.0)
+    return tl.load(pointer + first * WIDTH + (offsets[:, None] * WIDTH + columns[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tile(pointer, start, heads, i, inside, columns, WIDTH: tl.constexpr, tile):
-    offsets = i[:, None] * (heads * WIDTH) + columns[None, :]
+def store_tile(pointer, at, inside, columns, WIDTH: tl.constexpr, tile):
+    first, offsets = at
     mask = inside[:, None] & (columns < WIDTH)[None, :]
-    tl.store(pointer + start * WIDTH + offsets, tile.to(pointer.dtype.element_ty), mask=mask)
+    pointers = pointer + first * WIDTH + (offsets[:, None] * WIDTH + columns[None, :])
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def load_gate(pointer, start, heads, i, inside):
-    return tl.load(pointer + start + i * heads, mask=inside, other=0.0).to(tl.float32)
+def load_gate(pointer, at, inside):
+    first, offsets = at
+    return tl.load(pointer + first + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_gate(pointer, start, heads, i, inside, gate):
-    tl.store(pointer + start + i * heads, gate.to(pointer.dtype.element_ty), mask=inside)
+def store_gate(pointer, at, inside, gate):
+    first, offsets = at
+    tl.store(pointer + first + offsets, gate.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -65,10 +114,19 @@ def load_vector(pointer, row, there, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def load_before(pointer, first_pointer, start, heads, pair, chunk, columns, WIDTH: tl.constexpr):
+def load_before(pointer, first_pointer, place, columns, WIDTH: tl.constexpr):
     """The row of the token before a chunk; before the first chunk it is in `first_pointer`."""
-    row = load_vector(pointer, start - heads, chunk > 0, columns, WIDTH)
+    pair, chunk = place[0], place[1]
+    row = load_vector(pointer, entry(place, -1, chunk > 0), chunk > 0, columns, WIDTH)
     return row + load_vector(first_pointer, pair, chunk == 0, columns, WIDTH)
+
+
+@triton.jit
+def load_next(k_ptr, carry_ptr, place, rows, n: tl.constexpr, CHUNK: tl.constexpr):
+    """k and carry of the first token after a chunk; zero if there is none."""
+    there = place[4] > CHUNK
+    start = entry(place, CHUNK, there)
+    return load_vector(k_ptr, start, there, rows, n), load_scalar(carry_ptr, start, there)
 
 
 @triton.jit
@@ -168,11 +226,89 @@ def last_row(i, values, row, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def pair_gradients(a, b, dab, decay, weights, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def pair_gradients(a, b, dab, weights, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """
-    For sums over decay[t,s] weights[t,s] (a_t.b_s) x_s with dab[t,s] the product of x_s and the sum's gradient at t:
-    the gradients of a_t.b_s and of the weights, and of the logarithm of the decay summed over s and over t.
+    For sums over decay[t,s] weights[t,s] (a_t.b_s) x_s, with dab[t,s] the decay times the product of x_s and the sum's
+    gradient at t: the gradients of a_t.b_s and of the weights, and of the logarithm of the decay summed over s and
+    over t.
     """
-    dweights = dab * decay * dot(a, tl.trans(b), DOT, PRECISION)
+    dweights = dab * dot(a, tl.trans(b), DOT, PRECISION)
     dlogs = dweights * weights
-    return dab * decay * weights, dweights, tl.sum(dlogs, 1), tl.sum(dlogs, 0)
+    return dab * weights, dweights, tl.sum(dlogs, 1), tl.sum(dlogs, 0)
+
+
+@triton.jit
+def load_weights(write_ptr, carry_ptr, place, i, HAS_CARRY: tl.constexpr):
+    """w and g."""
+    remaining = place[4]
+    w = load_gate(write_ptr, entries(place, i, i < remaining), i < remaining)
+    g = w
+    if HAS_CARRY:
+        has_next = i < remaining - 1
+        g += load_gate(carry_ptr, entries(place, i, has_next, 1), has_next)
+    return w, g
+
+
+@triton.jit
+def load_gates(inputs, place, i, HAS_CARRY: tl.constexpr):
+    """The sums of log d up to t, up to t - 1 and to the end, then w and g."""
+    _, _, _, log_decay_ptr, write_ptr, carry_ptr, _, _, _ = inputs
+    inside = i < place[4]
+    a, a_before, a_last = sum_logs(load_gate(log_decay_ptr, entries(place, i, inside), inside))
+    w, g = load_weights(write_ptr, carry_ptr, place, i, HAS_CARRY)
+    return a, a_before, a_last, w, g
+
+
+# The passes over a chunk are cut into phases by barriers, which loads do not cross. Each loads its tiles from a cache
+# once more: kept in registers from their first use on, they would spill. For the same reason the loops over chunks have
+# `disable_licm`: with all their offsets computed before, hardly a register is left inside.
+
+
+@triton.jit
+def chunk_inverse(
+    inputs, T_ptr, place, n: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    SOLVED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """T of a chunk, as a kernel before this one left it or solved for here."""
+    _, _, _, log_decay_ptr, _, _, k_ptr, reflection_ptr, _ = inputs
+    i = tl.arange(0, CHUNK)
+    if SOLVED:
+        T = load_inverse(T_ptr, place[2], i, CHUNK)
+    else:
+        inside = i < place[4]
+        at = entries(place, i, inside)
+        k = load_tile(k_ptr, at, inside, tl.arange(0, N), n)
+        r = load_gate(reflection_ptr, at, inside)
+        a, a_before, _ = sum_logs(load_gate(log_decay_ptr, at, inside))
+        M = dot(k, tl.trans(k), DOT, PRECISION) * decay_matrix(a_before, a, i, 1) * r[None, :]
+        T = unit_lower_inverse(M, i, CHUNK, EXACT)
+    return T
+
+
+@triton.jit
+def responses(
+    inputs, initial, place, G, columns,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """v of a chunk that starts from G."""
+    u_ptr, B_ptr, _, _, _, carry_ptr, k_ptr, _, _ = inputs
+    B0_ptr, u0_ptr = initial
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    _, a_before, _, _, _ = load_gates(inputs, place, i, HAS_CARRY)
+    k = load_tile(k_ptr, at, inside, rows, n)
+    v = decay_from_start(a_before)[:, None] * dot(k, G, DOT, PRECISION)
+    if HAS_CARRY:
+        B_before = load_before(B_ptr, B0_ptr, place, rows, n)
+        u_before = load_before(u_ptr, u0_ptr, place, columns, channels)
+        c = load_scalar(carry_ptr, entry(place, 0, True), True)
+        v -= first_row(i, c * tl.sum(k.to(tl.float32) * B_before[None, :], 1), u_before)
+    tl.debug_barrier()
+    a, a_before, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
+    k = load_tile(k_ptr, at, inside, rows, n)
+    B = load_tile(B_ptr, at, inside, rows, n)
+    V = dot(k, tl.trans(B), DOT, PRECISION) * decay_matrix(a_before, a, i, 1) * weight_matrix(w, g, i, 1)
+    u = load_tile(u_ptr, at, inside, columns, channels)
+    return dot(V, u, DOT, PRECISION, acc=v)

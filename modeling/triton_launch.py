@@ -44,8 +44,11 @@ def make_settings(n: int, channels: int, dtype: torch.dtype, exact: str = "tf32x
     return Settings(n, channels, N, P, CHUNK, DOT, PRECISION, exact)
 
 
-def chunk_count(length: int, settings: Settings) -> int:
-    return (length + settings.CHUNK - 1) // settings.CHUNK
+def slot_count(rows: int, batch: int, length: int, packed: bool, settings: Settings) -> int:
+    """Places for chunks of (batch, length) tokens in so many sequences, each of them a row unless they are packed."""
+    if packed:  # a number that suffices for sequences of any lengths
+        return batch * length // settings.CHUNK + rows
+    return rows * -(-length // settings.CHUNK)
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,8 +110,8 @@ def launch(kernel: str, grid: tuple[int, ...], settings: Settings, tensors: dict
     """Runs a kernel over tensors, whose names are those of its pointers without `_ptr`."""
     from .scan_triton_kernels import KERNELS
 
-    function, device = KERNELS[kernel], tensors["log_decay"].device
-    _, length, heads = tensors["log_decay"].shape
+    function, device = KERNELS[kernel], tensors["u"].device
+    length, heads = tensors["u"].shape[1:3]
     given = widened(tensors) if interpreted() else tensors
     pointers = {name: given.get(name.removesuffix("_ptr")) for name in function.arg_names if name.endswith("_ptr")}
     sizes = {name: size for name, size in (("length", length), ("heads", heads)) if name in function.arg_names}
@@ -131,10 +134,9 @@ def widened(tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
 
 def forward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> None:
     """Fills y, h, kept and T, all of them in `tensors` beside the inputs; of a single step only y and h."""
-    rows, length, heads = tensors["log_decay"].shape
-    pairs, device = rows * heads, tensors["u"].device
+    pairs, device = pair_count(tensors), tensors["u"].device
     width, count = blocks(pairs, settings, device)
-    if length == 1:
+    if is_step(tensors):
         launch("step_kernel", (pairs, count), settings, tensors, P=width)
         return
     solved = tensors["k"] is not None and not fused(pairs, settings, device)
@@ -145,22 +147,29 @@ def forward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> None
 
 def backward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> None:
     """Fills the gradients, `d` and the name of each input, from the inputs, `dy`, `dh`, `kept` and `T`."""
-    rows, length, heads = tensors["log_decay"].shape
-    pairs, device, u = rows * heads, tensors["u"].device, tensors["u"]
-    if length == 1:  # a step keeps nothing
+    pairs, device, u = pair_count(tensors), tensors["u"].device, tensors["u"]
+    if is_step(tensors):  # it keeps nothing
         tensors = tensors | {"kept": start_state(tensors).to(kept_dtype(u.dtype)).contiguous()}
     if fused(pairs, settings, device):
         launch("backward_kernel", (pairs,), settings, tensors)
         return
-    if tensors["k"] is not None and (settings.small or length == 1):
+    if tensors["k"] is not None and (settings.small or is_step(tensors)):
         tensors = with_inverse(settings, tensors | {"T": None})
-    chunks = chunk_count(length, settings)
-    dG = u.new_empty(pairs, chunks, settings.n, settings.channels, dtype=kept_dtype(u.dtype))
-    dv = u.new_empty(pairs, chunks, settings.channels, dtype=torch.float32)
-    tensors = tensors | {"dG": dG, "dv": dv}
+    dG = torch.empty_like(tensors["kept"])
+    dv = u.new_empty(*dG.shape[:2], settings.channels, dtype=torch.float32)
+    tensors = with_slot_rows(settings, tensors | {"dG": dG, "dv": dv})
     width, count = blocks(pairs, settings, device)
     launch("backward_state_kernel", (pairs, count), settings, tensors, P=width)
-    launch("backward_chunk_kernel", (chunks, pairs), settings, tensors)
+    launch("backward_chunk_kernel", tuple(dG.shape[:2]), settings, tensors)
+
+
+def pair_count(tensors: dict[str, torch.Tensor | None]) -> int:
+    rows, heads = tensors["h0"].shape[:2]
+    return rows * heads
+
+
+def is_step(tensors: dict[str, torch.Tensor | None]) -> bool:
+    return tensors["u"].shape[1] == 1 and tensors["bounds"] is None
 
 
 def start_state(tensors: dict[str, torch.Tensor | None]) -> torch.Tensor:
@@ -178,11 +187,21 @@ def fused(pairs: int, settings: Settings, device: torch.device) -> bool:
 
 def with_inverse(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
     """Fills T, in a new tensor if there is none."""
-    rows, length, heads = tensors["log_decay"].shape
-    chunks = chunk_count(length, settings)
+    slots, heads = tensors["kept"].shape[:2]
     T = tensors["T"]
     if T is None or not T.numel():
-        T = tensors["u"].new_empty(rows * heads, chunks, settings.CHUNK, settings.CHUNK, dtype=torch.float32)
-    tensors = tensors | {"T": T}
-    launch("solve_kernel", (chunks, rows * heads), settings, tensors)
+        T = tensors["u"].new_empty(slots, heads, settings.CHUNK, settings.CHUNK, dtype=torch.float32)
+    tensors = with_slot_rows(settings, tensors | {"T": T})
+    launch("solve_kernel", (slots, heads), settings, tensors)
     return tensors
+
+
+def with_slot_rows(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Adds the row of each slot for chunks, which programs for single chunks look up, where sequences are packed."""
+    bounds = tensors["bounds"]
+    if bounds is None or tensors.get("rows") is not None:
+        return tensors
+    rows, device = torch.arange(bounds.shape[0], device=bounds.device), bounds.device
+    first = bounds[:, 0] // settings.CHUNK + rows
+    slots = torch.arange(tensors["kept"].shape[0], device=device)
+    return tensors | {"rows": torch.searchsorted(first, slots, right=True) - 1}
