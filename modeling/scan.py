@@ -23,8 +23,8 @@ class Backend(NamedTuple):
     `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, `mix`, the whole of a Mamba-3
     mixer between its projections, and `step`, all of it for single tokens; without them the sequences are laid out as
     rows, and the mixer runs in torch. u, B, C and k reach it as they are in the dtypes of `half`, and else in float32,
-    as all other coefficients and the states do, or in float64. Inputs that do not fit it (`fits`)
-    run as the chunkwise scan.
+    as all other coefficients and the states do, or in float64. Inputs that do not fit it (`fits`) run as the chunkwise
+    scan.
     """
 
     run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]] | None = None
