@@ -202,21 +202,23 @@ def test_accumulated_batches_are_the_same_batches(whole, tmp_path):
 
 def test_two_processes_give_the_losses_of_one_and_push_whole_checkpoints(tmp_path):
     program.main([*WORDS, f"--output_dir={tmp_path / 'one'}"])
-    push = ["--push_to_hub", "--hub_model_id=user/two"]
+    push = ["--push_to_hub", "--hub_model_id=user/two", "--hub_revision=side"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *torchrun, str(training_program.PROGRAM), *WORDS, "--num_processes=2"]
     command += [f"--output_dir={tmp_path / 'two'}", *push]
     with HubServer(tmp_path / "hub", TOKENS) as hub:
         done = run_client(hub, tmp_path, command)
     pushed = hub.repository("user/two")
-    by_title = {commit["title"]: commit for commit in pushed.history()}
+    # Others load main: a run with a branch leaves it alone, with its checkpoints too.
+    assert [commit["title"] for commit in pushed.history()] == ["initial commit"]
+    by_title = {commit["title"]: commit for commit in pushed.history("side")}
     assert list(by_title) == ["nplr on s5_generators", "Step 8", "Step 6", "Step 3", "initial commit"]
     for step in (6, 8):  # older ones are deleted
         for file in (tmp_path / "two" / f"checkpoint-{step}").iterdir():
             if file.suffix in (".py", ".safetensors") or file.name in ("config.json", "run.json"):
                 assert pushed.read(file.name, by_title[f"Step {step}"]["id"]) == file.read_bytes(), file
     safetensors.torch.load(pushed.read("model.safetensors", by_title["Step 3"]["id"]))
-    assert not any(name.startswith(("optimizer", "rng", "training_args")) for name in pushed.files())
+    assert not any(name.startswith(("optimizer", "rng", "training_args")) for name in pushed.files("side"))
     assert "processes: 2 on cpu, threads of each: 1" in done.stdout
     one, two = log_of(tmp_path / "one"), log_of(tmp_path / "two")
     assert sum("loss" in entry for entry in one) == 4
