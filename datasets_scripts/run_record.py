@@ -8,6 +8,7 @@ import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
@@ -101,7 +102,8 @@ def write_json(path: Path, content: dict) -> None:
 
 def environment() -> dict[str, str]:
     """Versions of what computes the results."""
-    versions = {name: version(name) for name in PACKAGES}
+    # The metadata of torch do not always tell its build, such as +cpu.
+    versions = {name: version(name) for name in PACKAGES} | {"torch": torch.__version__}
     machine = f"{platform.system()} {platform.machine()}"
     return {"python": platform.python_version(), **versions, "machine": machine, "git": git_revision()}
 

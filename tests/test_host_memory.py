@@ -13,13 +13,10 @@ from mamba3_nplr.modeling.host_memory import keep_memory
 if {keep}:
     assert keep_memory()
 
-def faults_of_a_pass():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.zeros(1 << 24)  # 64 MB, 16,384 pages
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-faults_of_a_pass()
-print(faults_of_a_pass())
+torch.zeros(1 << 24)  # 64 MB, 16,384 pages
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.zeros(15 << 20)  # a little less, since small things may have taken some of it
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
