@@ -88,7 +88,7 @@ COMMON = {
 
 PRESETS: dict[str, TrainingPreset] = {
     "quick": TrainingPreset(
-        "1,000 updates, learning rate 3e-3: a minute or so", COMMON | {"learning_rate": 3e-3}, {"total_steps": 1_000}
+        "2,000 updates, learning rate 3e-3: a minute or so", COMMON | {"learning_rate": 3e-3}, {"total_steps": 2_000}
     ),
     "paper": TrainingPreset(
         "the paper's number of updates (20,000 or 60,000), learning rate 1e-3", COMMON | {"learning_rate": 1e-3}
