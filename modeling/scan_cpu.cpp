@@ -1147,6 +1147,7 @@ class MixerWorker {
         u_rows.load_token(a.projected + token * a.width + columns.u + first * p, heads, p, t);
     }
 
+    // Lets the segment work on the rows of head i where they lie.
     void choose_head(int64_t i) {
         head = first + i;
         s.u.data = u_rows.of_head(i);
@@ -1454,7 +1455,7 @@ class MixerWorker {
     T* shared_gradients;
     double* sums;
     T* segment_sums;
-    Rows<T, P> z;
+    Rows<T, P> z;  // of the head at work, as u, k, grad_y, grad_u and grad_k of the segment are: see choose_head
     HeadRows<T, P> u_rows, z_rows;
     HeadRows<T, N> k_rows;
     HeadRows<T, P> grad_y_rows, grad_u_rows;
