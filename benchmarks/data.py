@@ -24,7 +24,7 @@ TASKS = {
     "s5_generators": {"start_length": None},
     "shell": {},
     "shell_jitter": {},
-    "shell_jitter (packed)": {"packed": True},
+    "shell_jitter (padded)": {"packed": False},
 }
 
 

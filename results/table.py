@@ -5,6 +5,7 @@ The runs in results/runs beside the paper's figures, as Markdown.
 """
 
 import json
+import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -35,12 +36,13 @@ in `runs/` holds one run with all its figures, the command that made it and the 
 """
 
 
-def read_runs() -> dict[str, dict[str, list[dict]]]:
-    """All runs, by task and model."""
+def read_runs() -> dict[tuple[str, str], dict[str, list[dict]]]:
+    """All runs, by task with its changed settings and by model."""
     runs = defaultdict(lambda: defaultdict(list))
     for path in sorted((HERE / "runs").glob("*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
-        runs[summary["task"]][summary["model"]].append(summary)
+        settings = ", ".join(" ".join(pair) for pair in re.findall(r"--task\.(\w+) (\S+)", summary["command"]))
+        runs[summary["task"], settings][summary["model"]].append(summary)
     return runs
 
 
@@ -70,7 +72,7 @@ def cell(ours: list[float], paper: float | None) -> str:
     return mean if paper is None else f"{mean} / {paper:.2f}"
 
 
-def task_table(task: str, models: dict[str, list[dict]], paper: dict) -> str:
+def task_table(task: str, title: str, models: dict[str, list[dict]], paper: dict) -> str:
     splits = list(next(iter(models.values()))[0]["results"])
     lines = [f"| model | seeds | {' | '.join(splits)} |", "| --- " * (len(splits) + 2) + "|"]
     for model, runs in models.items():
@@ -79,10 +81,10 @@ def task_table(task: str, models: dict[str, list[dict]], paper: dict) -> str:
             ours = [run["results"][split][run["metric"]] for run in runs if split in run["results"]]
             cells.append(cell(ours, paper_figure(paper, task, model, split)) if ours else "")
         lines.append(f"| {model} | {', '.join(str(run['seed']) for run in runs)} | {' | '.join(cells)} |")
-    return f"## {task}, {next(iter(models.values()))[0]['metric'].replace('_', ' ')}\n\n" + "\n".join(lines)
+    return f"## {title}, {next(iter(models.values()))[0]['metric'].replace('_', ' ')}\n\n" + "\n".join(lines)
 
 
-def swaps_table(task: str, models: dict[str, list[dict]], paper: dict) -> str:
+def swaps_table(task: str, title: str, models: dict[str, list[dict]], paper: dict) -> str:
     """Success for each number of swaps of the standard episodes, of which the paper has five."""
     reference = paper["shell_standard_by_swaps"]
     counts = [name.removeprefix("K=") for name in reference["columns"] if name.startswith("K=")]
@@ -94,16 +96,17 @@ def swaps_table(task: str, models: dict[str, list[dict]], paper: dict) -> str:
             ours = [run["results"]["test_standard"]["success_by_swaps"][count] for run in runs]
             cells.append(cell(ours, figures[column] if figures else None))
         lines.append(f"| {model} | {' | '.join(cells)} |")
-    return f"## {task}, success by number of swaps (standard episodes)\n\n" + "\n".join(lines)
+    return f"## {title}, success by number of swaps (standard episodes)\n\n" + "\n".join(lines)
 
 
 def main() -> None:
     paper = json.loads((HERE / "paper.json").read_text(encoding="utf-8"))
     parts = [INTRODUCTION]
-    for task, models in read_runs().items():
-        parts.append(task_table(task, models, paper))
+    for (task, settings), models in read_runs().items():
+        title = f"{task} ({settings})" if settings else task
+        parts.append(task_table(task, title, models, paper))
         if task in SHELL_TASKS:
-            parts.append(swaps_table(task, models, paper))
+            parts.append(swaps_table(task, title, models, paper))
     print("\n\n".join(part.strip() for part in parts))
 
 
