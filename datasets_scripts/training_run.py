@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
 import textwrap
 from collections.abc import Iterable
@@ -394,7 +395,7 @@ def settle_reports(values: dict) -> None:
 def make_training_arguments(values: dict) -> TrainingArguments:
     # Without this Accelerate would start processes on a machine without GPUs that do not know of each other.
     use_cpu = values["use_cpu"] or not torch.accelerator.is_available()
-    args = build(TrainingArguments, **values | {"use_cpu": use_cpu})
+    args = build(TrainingArguments, **values | updates_between(values) | {"use_cpu": use_cpu})
     started = int(os.environ.get("WORLD_SIZE", 1))
     if args.world_size != started:
         raise UsageError(f"{started} processes were started, but {args.world_size} of them work together.")
@@ -402,6 +403,12 @@ def make_training_arguments(values: dict) -> TrainingArguments:
     if args.n_gpu > 1:
         args._n_gpu = 1
     return args
+
+
+def updates_between(values: dict) -> dict:
+    """Intervals given as parts of the run in updates. Trainer would do it too, and warn of a change at each resumption."""
+    intervals = {name: values[name] for name in ("logging_steps", "eval_steps", "save_steps")}
+    return {name: math.ceil(x * values["max_steps"]) for name, x in intervals.items() if x is not None and 0 < x < 1}
 
 
 def by_full_name(own: dict, task: Task, fields: dict, values: dict, defaults: dict) -> dict:

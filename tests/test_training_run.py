@@ -47,6 +47,12 @@ def test_the_paper_preset_is_the_papers(task, updates, batch):
     assert args.lr_scheduler_type == "cosine" and args.warmup_steps == 0 and args.optim.startswith("adamw_torch")
 
 
+def test_parts_of_a_run_become_updates():
+    run = parse_run(["--max_steps=30", "--save_steps=0.05", "--eval_steps=0.1", "--logging_steps=7"])
+    assert (run.args.save_steps, run.args.eval_steps, run.args.logging_steps) == (2, 3, 7)
+    assert (run.arguments["save_steps"], run.arguments["eval_steps"]) == (0.05, 0.1)
+
+
 def test_file_and_command_line_have_precedence_in_this_order(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
