@@ -52,7 +52,7 @@ motions last round(U(4, 16)) frames and waits round(U(0, 8)) or, one time in fiv
 | Column | Type | Meaning |
 | --- | --- | --- |
 | `observations` | frames x 16 float32 | x of the cups, sorted; their y; the revealed slot (one-hot); the cue |
-| `actions` | frames x 2 float32 | where the demonstrator points: at the ball's slot in every frame |
+| `actions` | frames x 2 float32 | the demonstrator's: at the centre until the cue, then at the ball's slot |
 | `num_swaps` | int32 | number of swaps K |
 | `swaps` | list of int32 | for each window the left slot of the swapped pair, or -1 |
 | `ball_slot` | ClassLabel | the ball's slot at the end |

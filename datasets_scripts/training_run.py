@@ -406,7 +406,7 @@ def make_training_arguments(values: dict) -> TrainingArguments:
 
 
 def updates_between(values: dict) -> dict:
-    """Intervals given as parts of the run in updates. Trainer would do it too, and warn of a change at each resumption."""
+    """Intervals given as parts of the run, in updates; Trainer would warn of a change at each resumption."""
     intervals = {name: values[name] for name in ("logging_steps", "eval_steps", "save_steps")}
     return {name: math.ceil(x * values["max_steps"]) for name, x in intervals.items() if x is not None and 0 < x < 1}
 

@@ -10,6 +10,8 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+from mamba3_nplr.datasets_scripts.tasks import make_task
+
 HERE = Path(__file__).parent
 
 # What the paper calls a model.
@@ -41,9 +43,15 @@ def read_runs() -> dict[tuple[str, str], dict[str, list[dict]]]:
     runs = defaultdict(lambda: defaultdict(list))
     for path in sorted((HERE / "runs").glob("*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
-        settings = ", ".join(" ".join(pair) for pair in re.findall(r"--task\.(\w+) (\S+)", summary["command"]))
-        runs[summary["task"], settings][summary["model"]].append(summary)
+        runs[summary["task"], changed_settings(summary)][summary["model"]].append(summary)
     return runs
+
+
+def changed_settings(summary: dict) -> str:
+    """What the command of a run says of its task, where that is not the task's default."""
+    default = make_task(summary["task"])
+    given = re.findall(r"--task\.(\w+) (\S+)", summary["command"])
+    return ", ".join(f"{name} {value}" for name, value in given if str(getattr(default, name)) != value)
 
 
 def paper_figure(paper: dict, task: str, model: str, split: str) -> float | None:

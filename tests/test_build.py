@@ -194,7 +194,7 @@ def test_show_draws_and_prints(name, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["shell", "shell_jitter"])
 def test_the_drawn_path_is_that_of_the_tracking_demonstrator(name):
     for index in range(30):
-        row = showing.one_row(make_task(name), "validation", index)
+        row = showing.one_row(make_task(name, demonstrator="track"), "validation", index)
         assert np.array_equal(showing.ball_path(row), row["actions"][:, 0])
 
 
