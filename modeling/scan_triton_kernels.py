@@ -22,6 +22,7 @@ import triton.language as tl
 
 from .triton_backward import backward_chunk_kernel, backward_kernel, backward_state_kernel
 from .triton_chunk import (
+    add_token_responses,
     chunk_inverse,
     decay_from_start,
     decay_matrix,
@@ -37,7 +38,8 @@ from .triton_chunk import (
     load_scalar,
     load_tile,
     load_vector,
-    responses,
+    next_phase,
+    state_responses,
     store_inverse,
     store_matrix,
     store_tile,
@@ -90,6 +92,30 @@ def solve_kernel(
 
 
 @triton.jit
+def projections(
+    inputs, T_ptr, place, v, n: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    SOLVED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """q."""
+    T = chunk_inverse(inputs, T_ptr, place, n, N, CHUNK, SOLVED, DOT, PRECISION, EXACT)
+    return dot(T, v, tl.float32, EXACT)
+
+
+@triton.jit
+def state_readout(
+    inputs, place, G,
+    n: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What G, from which a chunk starts, gives to y."""
+    _, _, C_ptr, log_decay_ptr, _, _, _, _, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, _, _ = sum_logs(load_gate(log_decay_ptr, at, inside))
+    return decay_from_start(a)[:, None] * dot(load_tile(C_ptr, at, inside, rows, n), G, DOT, PRECISION)
+
+
+@triton.jit
 def updated_state(
     inputs, place, G, q, columns,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
@@ -115,30 +141,45 @@ def updated_state(
 
 
 @triton.jit
-def write_readout(
-    inputs, y_ptr, place, y, q, columns,
+def add_token_readout(
+    inputs, place, y, columns,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, HAS_D: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CARRY: tl.constexpr, HAS_D: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds to y, which has the share of G, those of the chunk's own tokens, and writes it."""
-    u_ptr, B_ptr, C_ptr, _, _, _, k_ptr, reflection_ptr, D_ptr = inputs
+    """Adds to y what the chunk's own tokens write."""
+    u_ptr, B_ptr, C_ptr, _, _, _, _, _, D_ptr = inputs
     i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
     inside = i < place[4]
     at = entries(place, i, inside)
     a, _, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
-    E = decay_matrix(a, a, i, 0)
     C = load_tile(C_ptr, at, inside, rows, n)
     B = load_tile(B_ptr, at, inside, rows, n)
     u = load_tile(u_ptr, at, inside, columns, channels)
-    W = dot(C, tl.trans(B), DOT, PRECISION) * E * weight_matrix(w, g, i, 0)
+    W = dot(C, tl.trans(B), DOT, PRECISION) * decay_matrix(a, a, i, 0) * weight_matrix(w, g, i, 0)
     y = dot(W, u, DOT, PRECISION, acc=y)
-    if HAS_REFLECTION:
-        k = load_tile(k_ptr, at, inside, rows, n)
-        r = load_gate(reflection_ptr, at, inside)
-        y = dot(dot(C, tl.trans(k), DOT, PRECISION) * E * -r[None, :], q, DOT, PRECISION, acc=y)
     if HAS_D:
         y += load_scalar(D_ptr, place[5], True) * u.to(tl.float32)
+    return y
+
+
+@triton.jit
+def write_readout(
+    inputs, y_ptr, place, y, q, columns,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Takes from y what the reflections take away, and writes it."""
+    _, _, C_ptr, log_decay_ptr, _, _, k_ptr, reflection_ptr, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    if HAS_REFLECTION:
+        a, _, _ = sum_logs(load_gate(log_decay_ptr, at, inside))
+        C = load_tile(C_ptr, at, inside, rows, n)
+        k = load_tile(k_ptr, at, inside, rows, n)
+        r = load_gate(reflection_ptr, at, inside)
+        CkE = dot(C, tl.trans(k), DOT, PRECISION) * decay_matrix(a, a, i, 0)
+        y = dot(CkE * -r[None, :], q, DOT, PRECISION, acc=y)
     store_tile(y_ptr, at, inside, columns, channels, y)
 
 
@@ -153,42 +194,47 @@ def forward_kernel(
     pair = tl.program_id(0).to(tl.int64)
     head = pair % heads
     first, length, slot = find_sequence(bounds_ptr, pair // heads, length, CHUNK)
-    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.program_id(1) * P + tl.arange(0, P)
+    rows, columns = tl.arange(0, N), tl.program_id(1) * P + tl.arange(0, P)
     inputs = (u_ptr, B_ptr, C_ptr, log_decay_ptr, write_ptr, carry_ptr, k_ptr, reflection_ptr, D_ptr)
     G = load_matrix(h0_ptr, pair, True, rows, columns, n, channels)
     if HAS_CARRY:
         B0, u0 = load_vector(B0_ptr, pair, True, rows, n), load_vector(u0_ptr, pair, True, columns, channels)
         start = entry((pair, 0, 0, first, length, head, heads, order_ptr), 0, length > 0)
         G += load_scalar(carry_ptr, start, length > 0) * B0[:, None] * u0[None, :]
+    if length > 0:
+        store_matrix(kept_ptr, slot * heads + head, rows, columns, n, channels, G)
     for chunk in tl.range(0, tl.cdiv(length, CHUNK), disable_licm=True):
         index, remaining = (slot + chunk) * heads + head, length - chunk * CHUNK
         place = (pair, chunk, index, first + chunk * CHUNK, remaining, head, heads, order_ptr)
-        store_matrix(kept_ptr, index, rows, columns, n, channels, G)
-        q = G
+        q, y = tl.zeros([CHUNK, P], tl.float32), tl.zeros([CHUNK, P], tl.float32)
         if HAS_REFLECTION:
-            v = responses(
-                inputs, (B0_ptr, u0_ptr), place, G, columns,
-                n, channels, N, CHUNK, HAS_CARRY, DOT, PRECISION,
-            )  # fmt: skip
-            tl.debug_barrier()
-            T = chunk_inverse(inputs, T_ptr, place, n, N, CHUNK, SOLVED, DOT, PRECISION, EXACT)
-            q = dot(T, v, tl.float32, EXACT)
-            tl.debug_barrier()
-        at = entries(place, i, i < remaining)
-        a, _, _ = sum_logs(load_gate(log_decay_ptr, at, i < remaining))
-        C = load_tile(C_ptr, at, i < remaining, rows, n)
-        y = decay_from_start(a)[:, None] * dot(C, G, DOT, PRECISION)
-        tl.debug_barrier()
+            v = state_responses(
+                inputs, (B0_ptr, u0_ptr), place, G, columns, n, channels, N, CHUNK, HAS_CARRY, DOT, PRECISION
+            )
+            place = next_phase(place)
+            if place[4] > 0:
+                v = add_token_responses(inputs, place, v, columns, n, channels, N, CHUNK, HAS_CARRY, DOT, PRECISION)
+            place = next_phase(place)
+            if place[4] > 0:
+                q = projections(inputs, T_ptr, place, v, n, N, CHUNK, SOLVED, DOT, PRECISION, EXACT)
+        place = next_phase(place)
+        if place[4] > 0:
+            y = state_readout(inputs, place, G, n, N, CHUNK, DOT, PRECISION)
+        place = next_phase(place)
         G = updated_state(
             inputs, place, G, q, columns, n, channels, N, CHUNK, HAS_CARRY, HAS_REFLECTION, DOT, PRECISION
         )
-        tl.debug_barrier()
-        # Last, because Triton lays out all matrix products after the last one's result: this one's is split among warps
-        # by channels. After the state's, which may be taller than wide, each warp would hold all channels.
-        write_readout(
-            inputs, y_ptr, place, y, q, columns,
-            n, channels, N, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, DOT, PRECISION,
-        )  # fmt: skip
+        # Written here rather than when the next chunk starts, G is finished before the products that follow.
+        if place[4] > CHUNK:
+            store_matrix(kept_ptr, index + heads, rows, columns, n, channels, G)
+        # The readout is last because Triton lays out all matrix products after the last one's result: this one's is
+        # split among warps by channels. After the state's, which may be taller than wide, each warp would hold all.
+        place = next_phase(place)
+        if place[4] > 0:
+            y = add_token_readout(inputs, place, y, columns, n, channels, N, CHUNK, HAS_CARRY, HAS_D, DOT, PRECISION)
+        place = next_phase(place)
+        if place[4] > 0:
+            write_readout(inputs, y_ptr, place, y, q, columns, n, channels, N, CHUNK, HAS_REFLECTION, DOT, PRECISION)
     store_matrix(h_ptr, pair, rows, columns, n, channels, G)
 
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .triton_chunk import (
+    add_token_responses,
     chunk_inverse,
     decay_from_start,
     decay_matrix,
@@ -24,8 +25,9 @@ from .triton_chunk import (
     load_scalar,
     load_tile,
     load_vector,
+    next_phase,
     pair_gradients,
-    responses,
+    state_responses,
     store_gate,
     store_matrix,
     store_tile,
@@ -35,8 +37,21 @@ from .triton_chunk import (
 
 
 @triton.jit
-def projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT: tl.constexpr, PRECISION: tl.constexpr):
+def projection_gradients(
+    inputs, dy_ptr, place, dG, columns,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """r times dq, from the y of the chunk and from the state after it; dv = T' (r dq)."""
+    _, _, C_ptr, log_decay_ptr, _, _, k_ptr, reflection_ptr, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, _, a_last = sum_logs(load_gate(log_decay_ptr, at, inside))
+    r = load_gate(reflection_ptr, at, inside)
+    k = load_tile(k_ptr, at, inside, rows, n)
+    C = load_tile(C_ptr, at, inside, rows, n)
+    dy = load_tile(dy_ptr, at, inside, columns, channels)
     dq = -decay_since(a_last, a)[:, None] * dot(k, dG, DOT, PRECISION)
     CkE = dot(C, tl.trans(k), DOT, PRECISION) * decay_matrix(a, a, i, 0)
     return r[:, None] * dot(-tl.trans(CkE), dy, DOT, PRECISION, acc=dq)
@@ -44,13 +59,22 @@ def projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT: tl.constexpr, PRECI
 
 @triton.jit
 def state_gradient(
-    dG, dy, dv, C, k, a, a_before, a_last,
+    inputs, dy_ptr, place, dG, dv, columns,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dG at the start of a chunk from dG at its end."""
+    _, _, C_ptr, log_decay_ptr, _, _, k_ptr, _, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, a_before, a_last = sum_logs(load_gate(log_decay_ptr, at, inside))
+    C = load_tile(C_ptr, at, inside, rows, n)
+    dy = load_tile(dy_ptr, at, inside, columns, channels)
     dG *= decay_from_start(a_last)
     dG = dot(tl.trans(C), decay_from_start(a)[:, None] * dy.to(tl.float32), DOT, PRECISION, acc=dG)
     if HAS_REFLECTION:
+        k = load_tile(k_ptr, at, inside, rows, n)
         dG = dot(tl.trans(k), decay_from_start(a_before)[:, None] * dv, DOT, PRECISION, acc=dG)
     return dG
 
@@ -68,27 +92,39 @@ def backward_state_kernel(
     first, length, slot = find_sequence(bounds_ptr, pair // heads, length, CHUNK)
     i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.program_id(1) * P + tl.arange(0, P)
     chunks = tl.cdiv(length, CHUNK)
+    inputs = (None, None, C_ptr, log_decay_ptr, None, None, k_ptr, reflection_ptr, None)
     dG = load_matrix(dh_ptr, pair, True, rows, columns, n, channels)
     for back in tl.range(0, chunks, disable_licm=True):
         chunk = chunks - 1 - back
         index, remaining = (slot + chunk) * heads + head, length - chunk * CHUNK
-        inside = i < remaining
         place = (pair, chunk, index, first + chunk * CHUNK, remaining, head, heads, order_ptr)
-        at = entries(place, i, inside)
         store_matrix(dG_ptr, index, rows, columns, n, channels, dG)
-        a, a_before, a_last = sum_logs(load_gate(log_decay_ptr, at, inside))
-        dy = load_tile(dy_ptr, at, inside, columns, channels)
-        C = load_tile(C_ptr, at, inside, rows, n)
-        k, dv = C, dy
+        rdq, dv = tl.zeros([CHUNK, P], tl.float32), tl.zeros([CHUNK, P], tl.float32)
         if HAS_REFLECTION:
-            k = load_tile(k_ptr, at, inside, rows, n)
-            r = load_gate(reflection_ptr, at, inside)
-            rdq = projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT, PRECISION)
+            place = next_phase(place)
+            if place[4] > 0:
+                rdq = projection_gradients(inputs, dy_ptr, place, dG, columns, n, channels, N, CHUNK, DOT, PRECISION)
+            place = next_phase(place)
             dv = dot(tl.trans(load_inverse(T_ptr, index, i, CHUNK)), rdq, tl.float32, EXACT)
             dv_first = tl.sum(tl.where((i == 0)[:, None], dv, 0.0), 0)
             tl.store(dv_ptr + index * channels + columns, dv_first, mask=columns < channels)
-        dG = state_gradient(dG, dy, dv, C, k, a, a_before, a_last, HAS_REFLECTION, DOT, PRECISION)
+        place = next_phase(place)
+        dG = state_gradient(
+            inputs, dy_ptr, place, dG, dv, columns, n, channels, N, CHUNK, HAS_REFLECTION, DOT, PRECISION
+        )
     store_matrix(dh0_ptr, pair, rows, columns, n, channels, dG)
+
+
+@triton.jit
+def start_responses(
+    inputs, initial, kept_ptr, place,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`state_responses` for the G that was kept."""
+    rows, columns = tl.arange(0, N), tl.arange(0, P)
+    G = load_matrix(kept_ptr, place[2], True, rows, columns, n, channels)
+    return state_responses(inputs, initial, place, G, columns, n, channels, N, CHUNK, HAS_CARRY, DOT, PRECISION)
 
 
 @triton.jit
@@ -99,38 +135,37 @@ def projections_and_gradients(
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """q and dv."""
-    _, _, C_ptr, log_decay_ptr, _, _, k_ptr, reflection_ptr, _ = inputs
-    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
-    inside = i < place[4]
-    G = load_matrix(kept_ptr, place[2], True, rows, columns, n, channels)
-    v = responses(inputs, initial, place, G, columns, n, channels, N, CHUNK, HAS_CARRY, DOT, PRECISION)
-    tl.debug_barrier()
-    T = chunk_inverse(inputs, T_ptr, place, n, N, CHUNK, SOLVED, DOT, PRECISION, EXACT)
+    i, columns = tl.arange(0, CHUNK), tl.arange(0, P)
+    v, rdq = tl.zeros([CHUNK, P], tl.float32), tl.zeros([CHUNK, P], tl.float32)
+    T = tl.zeros([CHUNK, CHUNK], tl.float32)
+    place = next_phase(place)
+    if place[4] > 0:
+        v = start_responses(inputs, initial, kept_ptr, place, n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION)
+    place = next_phase(place)
+    if place[4] > 0:
+        v = add_token_responses(inputs, place, v, columns, n, channels, N, CHUNK, HAS_CARRY, DOT, PRECISION)
+    place = next_phase(place)
+    if place[4] > 0:
+        T = chunk_inverse(inputs, T_ptr, place, n, N, CHUNK, SOLVED, DOT, PRECISION, EXACT)
     q = dot(T, v, tl.float32, EXACT)
-    tl.debug_barrier()
-    at = entries(place, i, inside)
-    a, _, a_last = sum_logs(load_gate(log_decay_ptr, at, inside))
-    r = load_gate(reflection_ptr, at, inside)
-    k = load_tile(k_ptr, at, inside, rows, n)
-    C = load_tile(C_ptr, at, inside, rows, n)
-    dy = load_tile(dy_ptr, at, inside, columns, channels)
-    rdq = projection_gradients(dy, C, k, dG, a, a_last, r, i, DOT, PRECISION)
-    tl.debug_barrier()
+    place = next_phase(place)
+    if place[4] > 0:
+        rdq = projection_gradients(inputs, dy_ptr, place, dG, columns, n, channels, N, CHUNK, DOT, PRECISION)
+    place = next_phase(place)
     if SOLVED:
         T = load_inverse(T_ptr, place[2], i, CHUNK)
     return q, dot(tl.trans(T), rdq, tl.float32, EXACT)
 
 
 @triton.jit
-def write_value_gradients(
-    inputs, dy_ptr, du_ptr, dD_ptr, place, dG, dv, dv_next,
+def value_gradients(
+    inputs, place, dG, dv,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, HAS_D: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes du and dD."""
-    u_ptr, B_ptr, C_ptr, _, _, carry_ptr, k_ptr, _, D_ptr = inputs
-    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    """du but for the terms of y."""
+    _, B_ptr, _, _, _, _, k_ptr, _, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
     inside = i < place[4]
     at = entries(place, i, inside)
     a, a_before, a_last, w, g = load_gates(inputs, place, i, HAS_CARRY)
@@ -140,9 +175,23 @@ def write_value_gradients(
         k = load_tile(k_ptr, at, inside, rows, n)
         V = dot(k, tl.trans(B), DOT, PRECISION) * decay_matrix(a_before, a, i, 1) * weight_matrix(w, g, i, 1)
         du = dot(tl.trans(V), dv, DOT, PRECISION, acc=du)
-        tl.debug_barrier()
-        a, _, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
-        B = load_tile(B_ptr, at, inside, rows, n)
+    return du
+
+
+@triton.jit
+def write_value_gradients(
+    inputs, dy_ptr, du_ptr, dD_ptr, place, du, dv_next,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, HAS_D: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds the terms of y and writes du and dD."""
+    u_ptr, B_ptr, C_ptr, _, _, carry_ptr, k_ptr, _, D_ptr = inputs
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, _, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
+    B = load_tile(B_ptr, at, inside, rows, n)
     C = load_tile(C_ptr, at, inside, rows, n)
     W = dot(C, tl.trans(B), DOT, PRECISION) * decay_matrix(a, a, i, 0) * weight_matrix(w, g, i, 0)
     dy = load_tile(dy_ptr, at, inside, columns, channels)
@@ -158,51 +207,115 @@ def write_value_gradients(
 
 
 @triton.jit
-def state_terms(
+def end_terms(
+    inputs, place, dG,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What dG at the end of a chunk gives to dB, to dw and dg, and to the decays."""
+    u_ptr, B_ptr, _, _, _, _, _, _, _ = inputs
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, _, a_last, _, g = load_gates(inputs, place, i, HAS_CARRY)
+    u = load_tile(u_ptr, at, inside, columns, channels)
+    dB = decay_since(a_last, a)[:, None] * dot(u, tl.trans(dG), DOT, PRECISION)
+    dw = tl.sum(load_tile(B_ptr, at, inside, rows, n).to(tl.float32) * dB, 1)
+    starting = g * dw
+    return g[:, None] * dB, dw, dw, starting, tl.sum(starting, 0)
+
+
+@triton.jit
+def reflected_end_terms(
+    inputs, place, dG, q, starting, past_end,
+    n: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What it gives to dk and dr, and to the decays of q."""
+    _, _, _, log_decay_ptr, _, _, k_ptr, reflection_ptr, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, _, a_last = sum_logs(load_gate(log_decay_ptr, at, inside))
+    r = load_gate(reflection_ptr, at, inside)
+    dk = -decay_since(a_last, a)[:, None] * dot(q, tl.trans(dG), DOT, PRECISION)
+    dr = tl.sum(load_tile(k_ptr, at, inside, rows, n).to(tl.float32) * dk, 1)
+    return r[:, None] * dk, dr, starting + r * dr, past_end + tl.sum(r * dr, 0)
+
+
+@triton.jit
+def start_terms(
+    inputs, kept_ptr, dy_ptr, place, dG, past_end,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What G at the start gives to dC and to the decays of y and of G at the end."""
+    _, _, C_ptr, log_decay_ptr, _, _, _, _, _ = inputs
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    a, _, a_last = sum_logs(load_gate(log_decay_ptr, at, inside))
+    G = load_matrix(kept_ptr, place[2], True, rows, columns, n, channels)
+    dy = load_tile(dy_ptr, at, inside, columns, channels)
+    dC = decay_from_start(a)[:, None] * dot(dy, tl.trans(G), DOT, PRECISION)
+    ending = tl.sum(load_tile(C_ptr, at, inside, rows, n).to(tl.float32) * dC, 1)
+    return dC, ending, past_end + decay_from_start(a_last) * tl.sum(G * dG)
+
+
+@triton.jit
+def reflected_start_terms(
+    inputs, kept_ptr, place, dv, dk,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What it gives to dk and to the decays of v."""
+    _, _, _, log_decay_ptr, _, _, k_ptr, _, _ = inputs
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
+    inside = i < place[4]
+    at = entries(place, i, inside)
+    _, a_before, _ = sum_logs(load_gate(log_decay_ptr, at, inside))
+    G = load_matrix(kept_ptr, place[2], True, rows, columns, n, channels)
+    dk_start = decay_from_start(a_before)[:, None] * dot(dv, tl.trans(G), DOT, PRECISION)
+    ending_before = tl.sum(load_tile(k_ptr, at, inside, rows, n).to(tl.float32) * dk_start, 1)
+    return dk + dk_start, ending_before
+
+
+@triton.jit
+def boundary_terms(
     inputs, kept_ptr, dy_ptr, place, dG, q, dv,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CARRY: tl.constexpr, HAS_REFLECTION: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """
-    What G and dG give. Returns dB, dC and dk; dw, dg and dr; the gradients of products of decays, summed over the last
-    step of the products (`ending`; `ending_before` where that is t - 1) and over the step before their first
-    (`starting`), and of those that reach to the end of the chunk; and dG at the start.
+    What dG at the end and G at the start of a chunk give: dB, dC and dk; dw, dg and dr; and the gradients of products
+    of decays, summed over the last step of the products (`ending`; `ending_before` where that is t - 1) and over the
+    step before their first (`starting`), and of those that reach to the end of the chunk.
     """
-    u_ptr, B_ptr, C_ptr, _, _, _, k_ptr, reflection_ptr, _ = inputs
-    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
-    inside = i < place[4]
-    at = entries(place, i, inside)
-    a, a_before, a_last, _, g = load_gates(inputs, place, i, HAS_CARRY)
-    u = load_tile(u_ptr, at, inside, columns, channels)
-    dB = decay_since(a_last, a)[:, None] * dot(u, tl.trans(dG), DOT, PRECISION)
-    dw = tl.sum(load_tile(B_ptr, at, inside, rows, n).to(tl.float32) * dB, 1)
-    dB *= g[:, None]
-    starting = g * dw
-    dk, dr = dB, dw
+    dB, dC, dk = tl.zeros([CHUNK, N], tl.float32), tl.zeros([CHUNK, N], tl.float32), tl.zeros([CHUNK, N], tl.float32)
+    dw, dg, dr = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    ending, ending_before, starting, past_end = dw, dw, dw, 0.0
+    place = next_phase(place)
+    if place[4] > 0:
+        dB, dw, dg, starting, past_end = end_terms(
+            inputs, place, dG, n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION
+        )
     if HAS_REFLECTION:
-        r = load_gate(reflection_ptr, at, inside)
-        dk = -decay_since(a_last, a)[:, None] * dot(q, tl.trans(dG), DOT, PRECISION)
-        dr = tl.sum(load_tile(k_ptr, at, inside, rows, n).to(tl.float32) * dk, 1)
-        dk *= r[:, None]
-        starting += r * dr
-    past_end = tl.sum(starting, 0)
-    tl.debug_barrier()
-    a, a_before, a_last, _, _ = load_gates(inputs, place, i, HAS_CARRY)
-    G = load_matrix(kept_ptr, place[2], True, rows, columns, n, channels)
-    past_end += decay_from_start(a_last) * tl.sum(G * dG)
-    C = load_tile(C_ptr, at, inside, rows, n)
-    dy = load_tile(dy_ptr, at, inside, columns, channels)
-    dC = decay_from_start(a)[:, None] * dot(dy, tl.trans(G), DOT, PRECISION)
-    ending = tl.sum(C.to(tl.float32) * dC, 1)
-    ending_before = tl.zeros_like(ending)
-    k = C
+        place = next_phase(place)
+        if place[4] > 0:
+            dk, dr, starting, past_end = reflected_end_terms(
+                inputs, place, dG, q, starting, past_end, n, N, CHUNK, DOT, PRECISION
+            )
+    place = next_phase(place)
+    if place[4] > 0:
+        dC, ending, past_end = start_terms(
+            inputs, kept_ptr, dy_ptr, place, dG, past_end, n, channels, N, P, CHUNK, DOT, PRECISION
+        )
     if HAS_REFLECTION:
-        k = load_tile(k_ptr, at, inside, rows, n)
-        dk_start = decay_from_start(a_before)[:, None] * dot(dv, tl.trans(G), DOT, PRECISION)
-        ending_before += tl.sum(k.to(tl.float32) * dk_start, 1)
-        dk += dk_start
-    dG = state_gradient(dG, dy, dv, C, k, a, a_before, a_last, HAS_REFLECTION, DOT, PRECISION)
-    return dB, dC, dk, dw, dw, dr, ending, ending_before, starting, past_end, dG
+        place = next_phase(place)
+        if place[4] > 0:
+            dk, ending_before = reflected_start_terms(
+                inputs, kept_ptr, place, dv, dk, n, channels, N, P, CHUNK, DOT, PRECISION
+            )
+    return dB, dC, dk, dw, dg, dr, ending, ending_before, starting, past_end
 
 
 @triton.jit
@@ -331,48 +444,64 @@ def chunk_gradients(
     its start and dv of its own first token.
     """
     du_ptr, dB_ptr, dC_ptr, dlog_decay_ptr, dwrite_ptr, dcarry_ptr, dk_ptr, dreflection_ptr, dD_ptr = gradients
-    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    i, rows, columns = tl.arange(0, CHUNK), tl.arange(0, N), tl.arange(0, P)
     q, dv = dG, dG
     if HAS_REFLECTION:
         q, dv = projections_and_gradients(
             inputs, initial, kept_ptr, T_ptr, dy_ptr, place, dG,
             n, channels, N, P, CHUNK, HAS_CARRY, SOLVED, DOT, PRECISION, EXACT,
         )  # fmt: skip
-        tl.debug_barrier()
-    write_value_gradients(
-        inputs, dy_ptr, du_ptr, dD_ptr, place, dG, dv, dv_next,
-        n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, DOT, PRECISION,
-    )  # fmt: skip
-    tl.debug_barrier()
-    dB, dC, dk, dw, dg, dr, ending, ending_before, starting, past_end, dG = state_terms(
+    du = tl.zeros([CHUNK, P], tl.float32)
+    place = next_phase(place)
+    if place[4] > 0:
+        du = value_gradients(inputs, place, dG, dv, n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, DOT, PRECISION)
+    place = next_phase(place)
+    if place[4] > 0:
+        write_value_gradients(
+            inputs, dy_ptr, du_ptr, dD_ptr, place, du, dv_next,
+            n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, HAS_D, DOT, PRECISION,
+        )  # fmt: skip
+    dB, dC, dk, dw, dg, dr, ending, ending_before, starting, past_end = boundary_terms(
         inputs, kept_ptr, dy_ptr, place, dG, q, dv,
         n, channels, N, P, CHUNK, HAS_CARRY, HAS_REFLECTION, DOT, PRECISION,
     )  # fmt: skip
-    tl.debug_barrier()
-    dB, dC, dw, dg, ending, starting = readout_terms(
-        inputs, dy_ptr, place, dB, dC, dw, dg, ending, starting,
-        n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION,
-    )  # fmt: skip
-    tl.debug_barrier()
-    if HAS_REFLECTION:
-        dC, dk, dr, ending, starting = reflected_readout_terms(
-            inputs, dy_ptr, place, q, dC, dk, dr, ending, starting, n, channels, N, P, CHUNK, DOT, PRECISION
+    place = next_phase(place)
+    if place[4] > 0:
+        dG = state_gradient(
+            inputs, dy_ptr, place, dG, dv, columns, n, channels, N, CHUNK, HAS_REFLECTION, DOT, PRECISION
         )
-        tl.debug_barrier()
+    place = next_phase(place)
+    if place[4] > 0:
+        dB, dC, dw, dg, ending, starting = readout_terms(
+            inputs, dy_ptr, place, dB, dC, dw, dg, ending, starting,
+            n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION,
+        )  # fmt: skip
+    if HAS_REFLECTION:
+        place = next_phase(place)
+        if place[4] > 0:
+            dC, dk, dr, ending, starting = reflected_readout_terms(
+                inputs, dy_ptr, place, q, dC, dk, dr, ending, starting, n, channels, N, P, CHUNK, DOT, PRECISION
+            )
+    place = next_phase(place)
     inside = i < place[4]
     store_tile(dC_ptr, entries(place, i, inside), inside, rows, n, dC)
     if HAS_REFLECTION:
-        dk, dr, ending_before, starting = reflected_projection_terms(
-            inputs, place, q, dv, dk, dr, ending_before, starting, n, N, CHUNK, DOT, PRECISION
-        )
-        tl.debug_barrier()
-        dB, dk, dw, dg, ending_before, starting = projection_terms(
-            inputs, place, dv, dB, dk, dw, dg, ending_before, starting,
-            n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION,
-        )  # fmt: skip
-        tl.debug_barrier()
+        place = next_phase(place)
+        if place[4] > 0:
+            dk, dr, ending_before, starting = reflected_projection_terms(
+                inputs, place, q, dv, dk, dr, ending_before, starting, n, N, CHUNK, DOT, PRECISION
+            )
+        place = next_phase(place)
+        if place[4] > 0:
+            dB, dk, dw, dg, ending_before, starting = projection_terms(
+                inputs, place, dv, dB, dk, dw, dg, ending_before, starting,
+                n, channels, N, P, CHUNK, HAS_CARRY, DOT, PRECISION,
+            )  # fmt: skip
         if HAS_CARRY:
-            dB, dk, dg = carry_terms(inputs, initial, place, dv, dv_next, dB, dk, dg, n, channels, N, P, CHUNK)
+            place = next_phase(place)
+            if place[4] > 0:
+                dB, dk, dg = carry_terms(inputs, initial, place, dv, dv_next, dB, dk, dg, n, channels, N, P, CHUNK)
+        place = next_phase(place)
         dv_next = tl.sum(tl.where((i == 0)[:, None], dv, 0.0), 0)
         inside = i < place[4]
         store_tile(dk_ptr, entries(place, i, inside), inside, rows, n, dk)

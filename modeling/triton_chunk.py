@@ -259,9 +259,31 @@ def load_gates(inputs, place, i, HAS_CARRY: tl.constexpr):
     return a, a_before, a_last, w, g
 
 
-# The passes over a chunk are cut into phases by barriers, which loads do not cross. Each loads its tiles from a cache
-# once more: kept in registers from their first use on, they would spill. For the same reason the loops over chunks have
-# `disable_licm`: with all their offsets computed before, hardly a register is left inside.
+# The passes over a chunk are cut into phases, so that a thread's registers hold what it needs at any time:
+#
+#     place = next_phase(place)
+#     if place[4] > 0:
+#         result = ...
+#
+# Loads do not cross the barrier in `next_phase`, so each phase loads its tiles from a cache once more. Its place comes
+# by a way on which compilers lose sight of the old one, or they would keep all offsets and masks for the phases after
+# it. The condition, which always holds, has sums finished where they stand: in a straight run of code ptxas puts them
+# off until their use, with all their terms in registers. But the result of a condition is held in every layout that it
+# is ever used in, so that q, dv and G, which many products read, are found outside. The loops over chunks have
+# `disable_licm` because offsets computed before the loop stay in registers, too.
+
+
+@triton.jit
+def hidden(value):
+    """The same int32, as the result of a reduction, which no compiler looks through."""
+    return tl.max(tl.full([2], value, tl.int32), 0)
+
+
+@triton.jit
+def next_phase(place):
+    pair, chunk, index, position, remaining, head, heads, order_ptr = place
+    tl.debug_barrier()
+    return pair, chunk, index, position, hidden(remaining), head, hidden(heads), order_ptr
 
 
 @triton.jit
@@ -286,18 +308,18 @@ def chunk_inverse(
 
 
 @triton.jit
-def responses(
+def state_responses(
     inputs, initial, place, G, columns,
     n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
     HAS_CARRY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """v of a chunk that starts from G."""
-    u_ptr, B_ptr, _, _, _, carry_ptr, k_ptr, _, _ = inputs
+    """What G, from which a chunk starts, and the token before it give to v."""
+    u_ptr, B_ptr, _, log_decay_ptr, _, carry_ptr, k_ptr, _, _ = inputs
     B0_ptr, u0_ptr = initial
     i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
     inside = i < place[4]
     at = entries(place, i, inside)
-    _, a_before, _, _, _ = load_gates(inputs, place, i, HAS_CARRY)
+    _, a_before, _ = sum_logs(load_gate(log_decay_ptr, at, inside))
     k = load_tile(k_ptr, at, inside, rows, n)
     v = decay_from_start(a_before)[:, None] * dot(k, G, DOT, PRECISION)
     if HAS_CARRY:
@@ -305,7 +327,20 @@ def responses(
         u_before = load_before(u_ptr, u0_ptr, place, columns, channels)
         c = load_scalar(carry_ptr, entry(place, 0, True), True)
         v -= first_row(i, c * tl.sum(k.to(tl.float32) * B_before[None, :], 1), u_before)
-    tl.debug_barrier()
+    return v
+
+
+@triton.jit
+def add_token_responses(
+    inputs, place, v, columns,
+    n: tl.constexpr, channels: tl.constexpr, N: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_CARRY: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to v what the tokens of the chunk give."""
+    u_ptr, B_ptr, _, _, _, _, k_ptr, _, _ = inputs
+    i, rows = tl.arange(0, CHUNK), tl.arange(0, N)
+    inside = i < place[4]
+    at = entries(place, i, inside)
     a, a_before, _, w, g = load_gates(inputs, place, i, HAS_CARRY)
     k = load_tile(k_ptr, at, inside, rows, n)
     B = load_tile(B_ptr, at, inside, rows, n)

@@ -74,7 +74,7 @@ def processors(device: torch.device) -> int:
 def warps(kernel: str, settings: Settings) -> int:
     """Warps of a program, so many that its tiles fit the registers."""
     if kernel == "solve_kernel":
-        return 1
+        return settings.CHUNK // 16
     if settings.small:
         return 1 if settings.N * settings.P <= 512 else 2
     # AMD's registers are shared out among fewer threads; those of EXACT = "ieee" are AMD's.

@@ -351,6 +351,28 @@ def test_a_model_compiles_with_it():
     assert error(found, model(ids).last_hidden_state) < 1e-5
 
 
+def scans_in(module):
+    """The operators of ours that a traced module calls, in its inner graphs, too."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    calls = [str(node.target) for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return [name for name in calls if name.startswith("mamba3_nplr.")]
+
+
+@torch.no_grad()
+def test_tracing_sees_one_operator():
+    model = build(Mamba3NPLRModel, scan_backend="triton", num_hidden_layers=1, use_cache=False).float()
+    ids, traced = tokens(1, 5), []
+
+    def keep(module, example_inputs):
+        traced.append(module)
+        return module
+
+    expected = torch.compile(model, fullgraph=True, backend=keep)(ids).last_hidden_state
+    exported = torch.export.export(model, (ids,))
+    assert scans_in(traced[0]) == scans_in(exported.graph_module) == ["mamba3_nplr.scan_triton.default"]
+    assert torch.equal(exported.module()(ids).last_hidden_state, expected)
+
+
 def test_inputs_need_not_be_contiguous():
     inputs = scan_inputs(length=9, heads=2, batch=1, dtype=torch.float32)
     turned = ScanInputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:-1]), D=inputs.D)
