@@ -269,8 +269,8 @@ def load_gates(inputs, place, i, HAS_CARRY: tl.constexpr):
 # by a way on which compilers lose sight of the old one, or they would keep all offsets and masks for the phases after
 # it. The condition, which always holds, has sums finished where they stand: in a straight run of code ptxas puts them
 # off until their use, with all their terms in registers. But the result of a condition is held in every layout that it
-# is ever used in, so that q, dv and G, which many products read, are found outside. The loops over chunks have
-# `disable_licm` because offsets computed before the loop stay in registers, too.
+# is ever used in, which is why some that many products read, as G forward and q and dv backward, are found outside. The
+# loops over chunks have `disable_licm` because offsets computed before the loop stay in registers, too.
 
 
 @triton.jit
