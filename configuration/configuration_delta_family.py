@@ -25,7 +25,6 @@ class DeltaFamilyConfig(SequenceModelConfig):
         conv_size (`int`, defaults to 4): Width of the short convolutions of queries, keys and values; 0 for none.
         use_output_gate (`bool`, defaults to `True`): Whether the normalised readout is multiplied by a gate.
         intermediate_size (`int`, defaults to 512): Width of the SwiGLU network after the mixer; 0 for none.
-        norm_eps (`float`, defaults to 1e-5): Added to the variance in all norms.
         dt_min (`float`, defaults to 0.001): Lower end of the step sizes of the decay drawn at initialisation.
         dt_max (`float`, defaults to 0.1): Upper end of the step sizes of the decay drawn at initialisation.
         decay_rate_max (`float`, defaults to 16): Upper end of the decay rates drawn at initialisation.
@@ -46,7 +45,6 @@ class DeltaFamilyConfig(SequenceModelConfig):
     conv_size: int = 4
     use_output_gate: bool = True
     intermediate_size: int = 512
-    norm_eps: float = 1e-5
     dt_min: float | int = 0.001
     dt_max: float | int = 0.1
     decay_rate_max: float | int = 16.0
@@ -58,7 +56,7 @@ class DeltaFamilyConfig(SequenceModelConfig):
         sizes = ("hidden_size", "num_heads", "head_key_dim", "head_value_dim", "num_householder", "chunk_size")
         for name in sizes:
             self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("conv_size", "intermediate_size", "norm_eps"):
+        for name in ("conv_size", "intermediate_size"):
             self._require(getattr(self, name) >= 0, name, "at least 0")
         self._require(0 < self.beta_max <= 2, "beta_max", "above 0 and at most 2")
         self._require(0 < self.dt_min <= self.dt_max, "dt_min", f"above 0 and at most dt_max={self.dt_max}")

@@ -13,24 +13,24 @@ class IDS4Config(SequenceModelConfig):
     Args:
         hidden_size (`int`, defaults to 255): Width of the input and output of a block.
         state_size (`int`, defaults to 110): Rows and columns of the matrices (s).
-        norm_eps (`float`, defaults to 1e-5): Added to the variance in the norm.
         chunk_elements (`int`, defaults to 8388608): Numbers in the matrices that are computed together, which bounds
             the memory; a chunk is at least one step. It changes no result.
     """
 
     model_type = "input_dependent_s4"
     projection_bias = True
+    # The mixer has a norm and a residual connection of its own.
+    block_norm = "none"
+    residual = False
 
     hidden_size: int = 255
     state_size: int = 110
-    norm_eps: float = 1e-5
     chunk_elements: int = 2**23
 
     def validate_architecture(self):
         super().validate_architecture()
         for name in ("hidden_size", "state_size", "chunk_elements"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
-        self._require(self.norm_eps >= 0, "norm_eps", "at least 0")
 
 
 # The model of the paper by name: the class of the configuration, and the fields that differ from its defaults.

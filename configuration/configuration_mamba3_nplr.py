@@ -32,8 +32,10 @@ class Mamba3NPLRConfig(SequenceModelConfig):
             newer official releases of Mamba-3 use `"heavy_tail"`.
         a_min (`float`, defaults to 1e-4): Lower bound of the decay rate with smooth gates.
         chunk_size (`int`, defaults to 64): Steps computed together by the chunkwise scan. It changes no result.
-        output_norm (`bool`, defaults to `True`): Whether the readout is normalised in each head before the gate.
-        residual (`bool`, defaults to `False`): Whether a block adds its input to its output.
+        block_norm (`"layer_norm"`, `"rms_norm"` or `"none"`, defaults to `"layer_norm"`): The norm of the input of each
+            mixer and of the output of the last block; official language models have `"rms_norm"`.
+        residual (`bool`, defaults to `True`): Whether a block adds its input to what its mixer gives.
+        output_norm (`bool`, defaults to `False`): Whether the readout is normalised in each head before the gate.
         dt_min (`float`, defaults to 0.001): Lower end of the step sizes drawn at initialisation.
         dt_max (`float`, defaults to 0.1): Upper end of the step sizes drawn at initialisation.
         beta_bias_init (`float`, defaults to 0.0): Initial bias of the reflection strength; 2 often learns faster.
@@ -57,8 +59,9 @@ class Mamba3NPLRConfig(SequenceModelConfig):
     decay_activation: Literal["softplus", "heavy_tail"] = "softplus"
     a_min: float | int = 1e-4
     chunk_size: int = 64
-    output_norm: bool = True
-    residual: bool = False
+    block_norm: Literal["layer_norm", "rms_norm", "none"] = "layer_norm"
+    residual: bool = True
+    output_norm: bool = False
     dt_min: float | int = 0.001
     dt_max: float | int = 0.1
     beta_bias_init: float | int = 0.0

@@ -8,7 +8,8 @@ from typing import Literal
 from huggingface_hub.dataclasses import strict
 from transformers import GenerationConfig, PreTrainedConfig
 
-FORMAT_VERSION = 1
+# 2: the blocks of Mamba-3 stand in norms and residual connections by default.
+FORMAT_VERSION = 2
 
 # Keywords that are not fields but that transformers itself passes to, or keeps in, a configuration.
 TRANSFORMERS_KEYWORDS = frozenset(
@@ -50,16 +51,21 @@ class SequenceModelConfig(PreTrainedConfig):
             the mean over episodes, instead of weighing all frames alike.
         label_smoothing (`float`, defaults to 0.0): Label smoothing of the classification losses.
         token_names (`list[str]`, *optional*): Names of the tokens in order, by which pipelines read words as text.
+        norm_eps (`float`, defaults to 1e-5): Added to the variance in all norms.
         use_cache (`bool`, defaults to `True`): Whether the model returns its state outside training.
         pad_token_id (`int`, *optional*): Token that sequence classification takes for padding if no mask is given.
         bos_token_id (`int`, *optional*): Kept for tokenizers; the model does not use it.
         eos_token_id (`int`, *optional*): Kept for tokenizers; the model does not use it.
-        format_version (`int`, defaults to 1): Version of this configuration format; a newer one is refused.
+        format_version (`int`, defaults to 2): Version of this configuration format; another one is refused.
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
     # Whether the maps of observations and to predictions have a bias.
     projection_bias = False
+    # What stands around the mixers: a norm before each and one after the last block, and whether what a mixer gives is
+    # added to what the block was given. A family may make fields of these.
+    block_norm = "layer_norm"
+    residual = True
 
     vocab_size: int = 128
     num_hidden_layers: int = 1
@@ -70,6 +76,7 @@ class SequenceModelConfig(PreTrainedConfig):
     episode_loss: bool = False
     label_smoothing: float | int = 0.0
     token_names: list[str] | None = None
+    norm_eps: float | int = 1e-5
     use_cache: bool = True
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -84,19 +91,22 @@ class SequenceModelConfig(PreTrainedConfig):
             cls.__doc__ = inspect.cleandoc(cls.__doc__) + "\n" + shared
 
     def __post_init__(self, **kwargs):
-        # First of all: a newer format may hold fields that this version would call unknown.
-        self._refuse_newer_format()
+        # First of all: another format may hold fields that this version would call unknown.
+        self._refuse_other_format()
         self._refuse_unknown_keywords(kwargs)
         if not __name__.startswith("transformers_modules."):
             # With the package the pipelines are registered; this entry would ask to trust the checkpoint's own code.
             kwargs.pop("custom_pipelines", None)
         super().__post_init__(**kwargs)
 
-    def _refuse_newer_format(self):
-        if isinstance(self.format_version, int) and self.format_version > FORMAT_VERSION:
+    def _refuse_other_format(self):
+        version = self.format_version
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            newer = version > FORMAT_VERSION
             raise ValueError(
-                f"format_version={self.format_version} was written by a newer mamba3_nplr; this one reads up to "
-                f"{FORMAT_VERSION}. Upgrade the package, or load the checkpoint's own code with trust_remote_code=True."
+                f"format_version={version} was written by {'a newer' if newer else 'an older'} mamba3_nplr; this one "
+                f"reads {FORMAT_VERSION}. {'Upgrade the package' if newer else 'Train the model again'}, or load the "
+                "checkpoint's own code with trust_remote_code=True."
             )
 
     def _refuse_unknown_keywords(self, keywords):
@@ -111,9 +121,10 @@ class SequenceModelConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checks the ranges and combinations that types cannot express; part of `@strict`. Families add their own."""
-        for name in ("vocab_size", "num_hidden_layers", "observation_size", "action_size", "format_version"):
+        for name in ("vocab_size", "num_hidden_layers", "observation_size", "action_size"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
-        self._require(self.cue_weight >= 0, "cue_weight", "at least 0")
+        for name in ("cue_weight", "norm_eps"):
+            self._require(getattr(self, name) >= 0, name, "at least 0")
         self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
         names = self.token_names or []
         self._require(

@@ -66,6 +66,9 @@ def config_from_official(
         head_dim=divide("inner", "heads", sizes),
         expand=divide("inner", "hidden", sizes),
         num_rope_pairs=count_pairs(sizes),
+        # The module alone, without what stands around it in a model.
+        block_norm="none",
+        residual=False,
         output_norm="norm.weight" in weights,
         reflection_rank=0,
         input_type="embeddings",

@@ -9,7 +9,7 @@ The Mamba-3 mixer with an input-dependent reflection.
 
     h_t = d_t h_{t-1} - beta_t k_t (k_t' h_{t-1}) + lam_t dt_t B_t u_t' + (1 - lam_t) dt_t d_t B_{t-1} u_{t-1}'
     y_t = C_t' h_t + D u_t
-    out = W_out (RMSNorm_head(y_t) * silu(z_t))
+    out = W_out (y_t * silu(z_t))                   with output_norm, RMSNorm_head(y_t) in place of y_t
 """
 
 import math
@@ -37,7 +37,7 @@ class Mamba3State(NamedTuple):
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation of consecutive groups of the last axis, with one weight for each element."""
 
-    def __init__(self, size: int, group_size: int, eps: float = 1e-5):
+    def __init__(self, size: int, group_size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.group_size = group_size
@@ -67,9 +67,9 @@ class Mamba3Mixer(nn.Module):
         if config.gate_form == "exact":
             self.A_bias = nn.Parameter(torch.empty(heads))
         if config.injection == "trapezoid":
-            self.B_norm = RMSNorm(n, n)
+            self.B_norm = RMSNorm(n, n, config.norm_eps)
             self.B_bias = nn.Parameter(torch.empty(heads, 1, n))
-        self.C_norm = RMSNorm(n, n)
+        self.C_norm = RMSNorm(n, n, config.norm_eps)
         self.C_bias = nn.Parameter(torch.empty(heads, 1, n))
         if config.reflection_rank:
             self.k_proj = nn.Linear(config.hidden_size, heads * n, bias=False)
@@ -78,7 +78,7 @@ class Mamba3Mixer(nn.Module):
             self.h0 = nn.Parameter(torch.empty(heads, n, channels))
         self.D = nn.Parameter(torch.empty(heads))
         if config.output_norm:
-            self.norm = RMSNorm(inner, channels)
+            self.norm = RMSNorm(inner, channels, config.norm_eps)
         self.out_proj = nn.Linear(inner, config.hidden_size, bias=False)
         # For compiled mixers; to look them up in the configuration takes as long as a step.
         self.options = {

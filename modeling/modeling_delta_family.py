@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from ..configuration.configuration_delta_family import DeltaFamilyConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
 from .mixer_delta import DeltaMixer
 from .scan import check_backend_name
-from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
+from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel, make_norm
 
 
 class SwiGLU(nn.Module):
@@ -29,27 +28,20 @@ class SwiGLU(nn.Module):
 class DeltaFamilyBlock(RecurrentBlock):
     """A mixer, then a SwiGLU network if configured; each reads a norm of its input and is added to it."""
 
+    mixer_class = DeltaMixer
+
     def __init__(self, config: DeltaFamilyConfig, layer_idx: int):
-        super().__init__(DeltaMixer(config), layer_idx)
-        self.mixer_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        super().__init__(config, layer_idx)
         if config.intermediate_size:
-            self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp_norm = make_norm(config)
             self.mlp = SwiGLU(config)
         self.has_mlp = config.intermediate_size > 0
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        normed = self.mixer_norm(hidden_states)
-        hidden_states = hidden_states + self.mix(normed, mask, cu_seqlens, past_key_values)
+    def advance(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, tuple]:
+        hidden_states, state = super().advance(hidden_states, state, mask, cu_seqlens)
         if self.has_mlp:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
-        # A norm has a bias, so that padding would not stay 0 by itself.
-        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+        return hidden_states, state
 
 
 class DeltaFamilyPreTrainedModel(SequencePreTrainedModel):
@@ -93,10 +85,6 @@ class DeltaFamilyModel(SequenceModel, DeltaFamilyPreTrainedModel):
         if config.use_decay:
             # Exponents: half precision would move the slowest decays by several per cent.
             self._keep_in_fp32_modules_strict = ["A_log", "dt_bias"]
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
-
-    def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.norm(hidden_states)
 
 
 class DeltaFamilyForSequenceClassification(SequenceClassificationMixin, DeltaFamilyPreTrainedModel):

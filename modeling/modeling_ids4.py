@@ -5,7 +5,6 @@ import math
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from ..configuration.configuration_ids4 import IDS4Config
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
@@ -16,19 +15,7 @@ from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedMod
 class IDS4Block(RecurrentBlock):
     """One mixer, which holds the residual connection and the norm too."""
 
-    def __init__(self, config: IDS4Config, layer_idx: int):
-        super().__init__(IDS4Mixer(config), layer_idx)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        hidden_states = self.mix(hidden_states, mask, cu_seqlens, past_key_values)
-        # The norm has a bias, so that padding would not stay 0 by itself.
-        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+    mixer_class = IDS4Mixer
 
 
 class IDS4PreTrainedModel(SequencePreTrainedModel):

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
@@ -15,21 +14,9 @@ from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedMod
 
 
 class Mamba3NPLRBlock(RecurrentBlock):
-    """One mixer, and a residual connection if configured."""
+    """One mixer with its norm and residual connection, as configured."""
 
-    def __init__(self, config: Mamba3NPLRConfig, layer_idx: int):
-        super().__init__(Mamba3Mixer(config), layer_idx)
-        self.residual = config.residual
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> torch.Tensor:
-        mixed = self.mix(hidden_states, mask, cu_seqlens, past_key_values)
-        return hidden_states + mixed if self.residual else mixed
+    mixer_class = Mamba3Mixer
 
 
 class Mamba3NPLRPreTrainedModel(SequencePreTrainedModel):
@@ -75,7 +62,7 @@ class Mamba3NPLRPreTrainedModel(SequencePreTrainedModel):
 
 
 class Mamba3NPLRModel(SequenceModel, Mamba3NPLRPreTrainedModel):
-    """The blocks without a head; `config.input_type` says whether they read tokens or observations."""
+    """The blocks and a last norm without a head; `config.input_type` says whether they read tokens or observations."""
 
     block_class = Mamba3NPLRBlock
 

@@ -17,17 +17,28 @@ from .recurrent_cache import LayerStates, check_cache, read_state, write_state
 from .self_contained import SelfContainedMixin
 
 
+def make_norm(config) -> nn.Module:
+    """The norm that stands before a mixer, or after the last block."""
+    norms = {"layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "none": nn.Identity}
+    return norms[config.block_norm](config.hidden_size, eps=config.norm_eps)
+
+
 class RecurrentBlock(GradientCheckpointingLayer):
     """
-    A block around one `mixer`, whose state it keeps in `past_key_values`. A mixer maps hidden states, a state, a mask
-    and bounds of packed sequences to hidden states and the next state, and tells the shapes of a state by
+    x + mixer(norm(x)), as far as the configuration has a norm and a residual connection; the state of the mixer is kept
+    in `past_key_values`. A family sets `mixer_class`, built from the configuration. A mixer maps hidden states, a
+    state, a mask and bounds of packed sequences to hidden states and the next state, and tells the shapes of a state by
     `state_shapes(rows)`.
     """
 
-    def __init__(self, mixer: nn.Module, layer_idx: int):
+    mixer_class: type[nn.Module]
+
+    def __init__(self, config, layer_idx: int):
         super().__init__()
         self.layer_idx = layer_idx
-        self.mixer = mixer
+        self.residual = config.residual
+        self.mixer_norm = make_norm(config)
+        self.mixer = self.mixer_class(config)
 
     def forward(
         self,
@@ -36,15 +47,17 @@ class RecurrentBlock(GradientCheckpointingLayer):
         cu_seqlens: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> torch.Tensor:
-        return self.mix(hidden_states, mask, cu_seqlens, past_key_values)
-
-    def mix(self, hidden_states, mask, cu_seqlens, past_key_values) -> torch.Tensor:
-        """Runs the mixer from the state of the cache, and writes the next one there."""
         rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = read_state(past_key_values, self.layer_idx, partial(self.mixer.state_shapes, rows))
-        mixed, state = self.mixer(hidden_states, state, mask, cu_seqlens)
+        hidden_states, state = self.advance(hidden_states, state, mask, cu_seqlens)
         write_state(past_key_values, self.layer_idx, state)
-        return mixed
+        # A norm has a bias, so that padding would not stay 0 by itself.
+        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+
+    def advance(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, tuple]:
+        """What the block makes of these tokens, and the state after them."""
+        mixed, state = self.mixer(self.mixer_norm(hidden_states), state, mask, cu_seqlens)
+        return hidden_states + mixed if self.residual else mixed, state
 
 
 class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
@@ -70,7 +83,9 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
         if isinstance(module, nn.Linear | nn.Conv1d):
             init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight)
+            # As a linear map of one-hot tokens.
+            bound = 1 / math.sqrt(module.num_embeddings)
+            init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
         if getattr(module, "bias", None) is not None:
@@ -79,8 +94,9 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
 
 class SequenceModel(SequencePreTrainedModel):
     """
-    A stack of blocks over tokens, continuous observations or given embeddings; `config.input_type` says which of the
-    first two it has a map for. A family sets `block_class`, built from the configuration and the number of the layer.
+    A stack of blocks and a last norm over tokens, continuous observations or given embeddings; `config.input_type` says
+    which of the first two it has a map for. A family sets `block_class`, built from the configuration and the number of
+    the layer.
     """
 
     block_class: type[RecurrentBlock]
@@ -97,16 +113,13 @@ class SequenceModel(SequencePreTrainedModel):
             )
             self._input_embed_layer = "embed_observations"
         self.layers = nn.ModuleList([self.block_class(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = make_norm(config)
         self.build(config)
         self.gradient_checkpointing = False
         self.post_init()
 
     def build(self, config) -> None:
         """For what a family has beside its blocks."""
-
-    def finish(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What a family does after its last block."""
-        return hidden_states
 
     @capture_outputs
     def forward(
@@ -161,7 +174,7 @@ class SequenceModel(SequencePreTrainedModel):
     ) -> torch.Tensor:
         for layer in self.layers:
             hidden_states = layer(hidden_states, mask=mask, cu_seqlens=cu_seqlens, past_key_values=past_key_values)
-        return self.finish(hidden_states)
+        return self.norm(hidden_states)
 
     def embed(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The input of the first block, (batch, length, hidden_size), 0 at padding whatever stands there."""
