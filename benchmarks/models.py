@@ -16,11 +16,14 @@ from pathlib import Path
 
 import mamba3_nplr
 import torch
-from mamba3_nplr.configuration.presets import MODELS as PRESETS
+from mamba3_nplr.configuration import presets
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from transformers import AutoConfig
 
 REFERENCE = "nplr"
+# Beside the models of the paper, what norms and residual connection around a block cost.
+BARE = presets.ModelPreset("mamba3_nplr", {"block_norm": "none", "residual": False, "output_norm": True})
+PRESETS = presets.MODELS | {"nplr_bare": BARE}
 MODELS = [REFERENCE, *(name for name in PRESETS if name != REFERENCE)]
 # The task whose batches are trained on, and the head that it needs.
 SHAPES = {"S5": ("s5_generators", "ForSequenceClassification"), "shell": ("shell", "ForBehaviorCloning")}

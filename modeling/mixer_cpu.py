@@ -37,6 +37,16 @@ class MixerMatrices(NamedTuple):
     out_proj: torch.Tensor
 
 
+class BlockFrame(NamedTuple):
+    """What stands around a mixer in a block: the norm of its input, if there is a weight, and a residual connection."""
+
+    weight: torch.Tensor | None = None  # (hidden_size,)
+    bias: torch.Tensor | None = None  # (hidden_size,)
+    epsilon: float = 0.0
+    centred: bool = False  # whether the norm takes the mean off, as a LayerNorm does
+    residual: bool = False
+
+
 NAMES = ("projected", "k", "beta", *MixerWeights._fields, "h0", "B0", "u0", "phase0")
 FINAL = ("h", "B", "u", "phase")
 INTEGERS = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
@@ -49,7 +59,11 @@ FIELDS = (
 forward_function = CompiledFunction("mixer_forward", FIELDS)
 backward_function = CompiledFunction("mixer_backward", FIELDS)
 step_function = CompiledFunction(
-    "mixer_step", FIELDS | {"hidden": INTEGER} | dict.fromkeys(("x", *MixerMatrices._fields, "y"), TENSOR)
+    "mixer_step",
+    FIELDS
+    | dict.fromkeys(("hidden", "centred", "residual"), INTEGER)
+    | {"block_epsilon": NUMBER}
+    | dict.fromkeys(("x", *MixerMatrices._fields, "block_weight", "block_bias", "y"), TENSOR),
 )
 
 
@@ -249,17 +263,22 @@ def step_cpu(
     matrices: MixerMatrices,
     weights: MixerWeights,
     state: tuple[torch.Tensor, ...],
+    frame: BlockFrame,
     *,
     contractive: bool,
     heavy_tail: bool,
     a_min: float,
     epsilon: float,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """One token of each row, x (rows, hidden_size), through the whole mixer, without gradients; in the dtype of x."""
-    parts = [part if part is None or part.dtype == x.dtype else part.to(x.dtype) for part in (*matrices, *weights)]
+    """
+    One token of each row, x (rows, hidden_size), through the whole mixer and the frame around it, without gradients; in
+    the dtype of x.
+    """
+    parts = (*matrices, *weights, frame.weight, frame.bias)
+    parts = [part if part is None or part.dtype == x.dtype else part.to(x.dtype) for part in parts]
     pointers = tuple(None if part is None else part.data_ptr() for part in parts)
     sizes = (x.shape[1], matrices.in_proj.shape[0], *state[0].shape[1:], state[3].shape[2])
-    template = step_template(*sizes, pointers, contractive, heavy_tail, a_min, epsilon)
+    template = step_template(*sizes, pointers, *frame[2:], contractive, heavy_tail, a_min, epsilon)
     arguments = step_function.struct.from_buffer_copy(template)
     x, state = x.contiguous(), [part.to(x.dtype).contiguous() for part in state]
     y, *final = (torch.empty_like(part) for part in (x, *state))
@@ -273,10 +292,23 @@ def step_cpu(
 
 @lru_cache(maxsize=1024)
 def step_template(
-    hidden, width, heads, state, channels, pairs, pointers, contractive, heavy_tail, a_min, epsilon
+    hidden,
+    width,
+    heads,
+    state,
+    channels,
+    pairs,
+    pointers,
+    block_epsilon,
+    centred,
+    residual,
+    contractive,
+    heavy_tail,
+    a_min,
+    epsilon,
 ) -> ctypes.Structure:
     """The part of a step's arguments that stays from one to the next; to fill the struct takes longer than the step."""
-    names = (*MixerMatrices._fields, *MixerWeights._fields)
+    names = (*MixerMatrices._fields, *MixerWeights._fields, "block_weight", "block_bias")
     return step_function.struct(
         equal_length=1,
         hidden=hidden,
@@ -286,6 +318,9 @@ def step_template(
         channels=channels,
         pairs=pairs,
         threads=1,
+        block_epsilon=block_epsilon,
+        centred=centred,
+        residual=residual,
         contractive=contractive,
         heavy_tail=heavy_tail,
         a_min=a_min,

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .mixer_cpu import MixerMatrices, MixerWeights
+from .mixer_cpu import BlockFrame, MixerMatrices, MixerWeights
 from .scan import scan, scan_vector_dtype, select_backend
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows, token_order
@@ -97,14 +97,13 @@ class Mamba3Mixer(nn.Module):
     ) -> tuple[torch.Tensor, Mamba3State]:
         """
         Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
-        sequence) to the state after them. Whole sequences, pieces and single steps take this same path. `mask` and
-        `cu_seqlens` are those of `scan`; a padded position reads as 0.
+        sequence) to the state after them, for whole sequences, pieces and single steps. `mask` and `cu_seqlens` are
+        those of `scan`; a padded position reads as 0.
         """
+        if self.may_step(hidden_states, mask, cu_seqlens):
+            return self.step(hidden_states, state, BlockFrame())
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
         backend = select_backend(self.config.scan_backend, hidden_states.device)
-        if backend.step is not None and self.may_step(hidden_states, mask, cu_seqlens):
-            y, state = backend.step(hidden_states[:, 0], self.matrices(), self.weights(), state, **self.options)
-            return y[:, None], Mamba3State(*state)
         projected, k, beta = self.in_proj(hidden_states), None, None
         if self.k_proj is not None:
             k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
@@ -116,7 +115,7 @@ class Mamba3Mixer(nn.Module):
         return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
 
     def may_step(self, hidden_states, mask, cu_seqlens) -> bool:
-        """Whether these are single tokens of a few rows, and nobody needs what happens inside the mixer."""
+        """Whether these are single tokens of a few rows for compiled code, and nobody needs what happens inside."""
         rows, length, _ = hidden_states.shape
         if length != 1 or rows > 8 or mask is not None or cu_seqlens is not None:
             return False
@@ -124,8 +123,19 @@ class Mamba3Mixer(nn.Module):
             return False
         if hidden_states.dtype not in (torch.float32, torch.float64) or hidden_states.dtype != self.D.dtype:
             return False
+        if select_backend(self.config.scan_backend, hidden_states.device).step is None:
+            return False
         projections = [self.in_proj, self.out_proj, self.k_proj, self.beta_proj][: 4 if self.k_proj is not None else 2]
         return all(type(module) is nn.Linear and not module._forward_hooks for module in projections)
+
+    def step(
+        self, hidden_states: torch.Tensor, state: Mamba3State | None, frame: BlockFrame
+    ) -> tuple[torch.Tensor, Mamba3State]:
+        """What `forward` does, and the frame of a block around it, in one call; only where `may_step` allows it."""
+        state = self.initial_state(hidden_states) if state is None else state
+        backend = select_backend(self.config.scan_backend, hidden_states.device)
+        y, state = backend.step(hidden_states[:, 0], self.matrices(), self.weights(), state, frame, **self.options)
+        return y[:, None], Mamba3State(*state)
 
     def matrices(self) -> MixerMatrices:
         reflection = (None, None, None)

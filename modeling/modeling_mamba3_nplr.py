@@ -8,6 +8,7 @@ from transformers import initialization as init
 
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
+from .mixer_cpu import BlockFrame
 from .mixer_mamba3 import Mamba3Mixer, RMSNorm
 from .scan import check_backend_name
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
@@ -17,6 +18,26 @@ class Mamba3NPLRBlock(RecurrentBlock):
     """One mixer with its norm and residual connection, as configured."""
 
     mixer_class = Mamba3Mixer
+
+    def advance(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, tuple]:
+        if self.has_plain_norm() and self.mixer.may_step(hidden_states, mask, cu_seqlens):
+            return self.mixer.step(hidden_states, state, self.frame())
+        return super().advance(hidden_states, state, mask, cu_seqlens)
+
+    def has_plain_norm(self) -> bool:
+        """Whether the norm is one that `frame` can describe, and nobody looks at it."""
+        norm = self.mixer_norm
+        if type(norm) in (nn.LayerNorm, nn.RMSNorm):
+            return norm.weight is not None and norm.eps is not None and not norm._forward_hooks
+        return type(norm) is nn.Identity and not norm._forward_hooks
+
+    def frame(self) -> BlockFrame:
+        """What stands around the mixer, for compiled code that takes it in one piece."""
+        norm = self.mixer_norm
+        if type(norm) is nn.Identity:
+            return BlockFrame(residual=self.residual)
+        centred = type(norm) is nn.LayerNorm
+        return BlockFrame(norm.weight, norm.bias if centred else None, norm.eps, centred, self.residual)
 
 
 class Mamba3NPLRPreTrainedModel(SequencePreTrainedModel):

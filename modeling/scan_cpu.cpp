@@ -1286,14 +1286,14 @@ class MixerWorker {
 
     // 1 / RMS of y at each step, or 1 without the norm.
     PerStep<T> output_scale() const {
+        if (!a.norm_weight) return PerStep<T>::from([](int64_t) { return all(T(1)); });
         PerStep<T> scale;
         sum_steps<T>(s.steps, scale.of, [&](int64_t t) {
             V squares{};
             for (int64_t i = 0; i < s.channels; i += kLanes<T>) squares += vec(s.y[t] + i) * vec(s.y[t] + i);
             return squares;
         });
-        for (int64_t t = 0; t < s.steps; ++t)
-            scale[t] = a.norm_weight ? T(1) / std::sqrt(scale[t] / T(p) + T(a.epsilon)) : T(1);
+        for (int64_t t = 0; t < s.steps; ++t) scale[t] = T(1) / std::sqrt(scale[t] / T(p) + T(a.epsilon));
         return scale;
     }
 
@@ -1577,13 +1577,15 @@ void run(const Mixer<S, T>& a, bool forward) {
 
 }  // namespace
 
-// One token of each row through the whole mixer, its projections included. Sizes and state are those of `mixer`, whose
-// `projected`, `k`, `beta` and `out` are made here.
+// One token of each row through the whole mixer, its projections included, and what stands around it in a block: the
+// norm of x (none without a weight; with `centred` its mean is taken off) and the residual connection. Sizes and state
+// are those of `mixer`, whose `projected`, `k`, `beta` and `out` are made here.
 template <typename T>
 struct MixerStep {
     Mixer<T, T> mixer;
-    int64_t hidden;
-    const T *x, *in_proj, *k_proj, *beta_proj, *beta_bias, *out_proj;
+    int64_t hidden, centred, residual;
+    double block_epsilon;
+    const T *x, *in_proj, *k_proj, *beta_proj, *beta_bias, *out_proj, *block_weight, *block_bias;
     T* y;
 };
 
@@ -1611,14 +1613,30 @@ void multiply(const T* W, const T* x, int64_t rows, int64_t columns, T* y) {
     }
 }
 
+// What the mixer takes of a token x.
+template <typename T>
+void block_norm(const MixerStep<T>& a, const T* x, T* to) {
+    T mean = 0, squares = 0;
+    for (int64_t i = 0; a.centred && i < a.hidden; ++i) mean += x[i] / T(a.hidden);
+    for (int64_t i = 0; i < a.hidden; ++i) squares += (x[i] - mean) * (x[i] - mean);
+    const T scale = T(1) / std::sqrt(squares / T(a.hidden) + T(a.block_epsilon));
+    for (int64_t i = 0; i < a.hidden; ++i)
+        to[i] = (x[i] - mean) * scale * a.block_weight[i] + (a.block_bias ? a.block_bias[i] : T(0));
+}
+
 template <typename T>
 void step(const MixerStep<T>& a) {
     Mixer<T, T> mixer = a.mixer;
     const int64_t rows = mixer.layout.rows, keys = mixer.heads * mixer.state, inner = mixer.heads * mixer.channels;
     std::vector<T> projected(rows * mixer.width), k(rows * keys), beta(rows * mixer.heads), out(rows * inner);
+    std::vector<T> normed(a.hidden);
     std::vector<double> kept_phase(rows * mixer.heads * mixer.pairs);
     for (int64_t row = 0; row < rows; ++row) {
         const T* x = a.x + row * a.hidden;
+        if (a.block_weight) {
+            block_norm(a, x, normed.data());
+            x = normed.data();
+        }
         multiply(a.in_proj, x, mixer.width, a.hidden, projected.data() + row * mixer.width);
         if (!a.k_proj) continue;
         multiply(a.k_proj, x, keys, a.hidden, k.data() + row * keys);
@@ -1633,6 +1651,7 @@ void step(const MixerStep<T>& a) {
     run(mixer, true);
     for (int64_t row = 0; row < rows; ++row)
         multiply(a.out_proj, out.data() + row * inner, a.hidden, inner, a.y + row * a.hidden);
+    for (int64_t i = 0; a.residual && i < rows * a.hidden; ++i) a.y[i] += a.x[i];
 }
 
 }  // namespace

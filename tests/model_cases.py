@@ -25,15 +25,17 @@ OPTIONS = {
     "exact_gates": {"gate_form": "exact"},
     "learned_state": {"initial_state": "learned"},
     "heavy_tail": {"decay_activation": "heavy_tail"},
-    "no_norm": {"output_norm": False},
-    "residual": {"residual": True},
+    "output_norm": {"output_norm": True},
+    "rms_norm": {"block_norm": "rms_norm"},
+    "no_block_norm": {"block_norm": "none"},
+    "no_residual": {"residual": False},
+    "bare_blocks": {"block_norm": "none", "residual": False, "output_norm": True},
     "exact_tracking": {
         "reflection_form": "contractive",
         "gate_form": "exact",
         "injection": "delta",
         "initial_state": "learned",
         "use_rope": False,
-        "residual": True,
     },
 }
 

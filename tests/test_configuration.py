@@ -1,12 +1,13 @@
 """The configuration: defaults of the paper, and errors that name the field, the value and what is allowed."""
 
 import inspect
+import json
 from dataclasses import fields
 
 import pytest
-from mamba3_nplr import Mamba3NPLRConfig
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
 from mamba3_nplr.configuration.configuration_sequence_model import FORMAT_VERSION
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 PAPER = {
     "hidden_size": 64,
@@ -24,7 +25,10 @@ PAPER = {
     "decay_activation": "softplus",
     "a_min": 1e-4,
     "chunk_size": 64,
-    "output_norm": True,
+    "block_norm": "layer_norm",
+    "norm_eps": 1e-5,
+    "residual": True,
+    "output_norm": False,
     "dt_min": 0.001,
     "dt_max": 0.1,
     "beta_bias_init": 0,
@@ -65,6 +69,8 @@ def test_every_field_is_documented():
         ("gate_form", "hard", r"\('smooth', 'exact'\)"),
         ("initial_state", "random", r"\('zero', 'learned'\)"),
         ("decay_activation", "relu", r"\('softplus', 'heavy_tail'\)"),
+        ("block_norm", "batch_norm", r"\('layer_norm', 'rms_norm', 'none'\)"),
+        ("norm_eps", -1e-5, "at least 0"),
         ("input_type", "images", r"\('tokens', 'observations', 'embeddings'\)"),
         ("num_rope_pairs", 9, "1 to 8"),
         ("num_rope_pairs", 0, "1 to 8"),
@@ -76,7 +82,7 @@ def test_every_field_is_documented():
         ("a_min", -0.1, "at least 0"),
         ("dt_min", 0, "above 0"),
         *((name, 0, "at least 1") for name in ("num_hidden_layers", "state_size", "head_dim", "expand")),
-        *((name, 0, "at least 1") for name in ("observation_size", "action_size", "format_version")),
+        *((name, 0, "at least 1") for name in ("observation_size", "action_size")),
     ],
 )
 def test_a_wrong_value_names_field_value_and_what_is_allowed(field, value, allowed):
@@ -105,13 +111,19 @@ def test_an_unknown_keyword_is_refused(keyword, hint):
         Mamba3NPLRConfig(**{keyword: 7})
 
 
-def test_a_newer_format_is_refused(tmp_path):
-    config = Mamba3NPLRConfig()
-    config.format_version = FORMAT_VERSION + 1
-    config.field_of_the_future = 1
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="newer mamba3_nplr.*reads up to"):
-        AutoConfig.from_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(FORMAT_VERSION + 1, "a newer mamba3_nplr.*Upgrade the package"), (1, "an older mamba3_nplr.*Train .* again")],
+)
+def test_a_checkpoint_of_another_format_is_refused(version, advice, tmp_path):
+    Mamba3NPLRModel(Mamba3NPLRConfig()).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["format_version"] == FORMAT_VERSION
+    written |= {"format_version": version, "field_of_that_format": 1}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for load in (AutoConfig.from_pretrained, AutoModel.from_pretrained, Mamba3NPLRModel.from_pretrained):
+        with pytest.raises(ValueError, match=f"format_version={version} was written by {advice}"):
+            load(tmp_path)
 
 
 def test_round_trip(tmp_path):
@@ -131,7 +143,7 @@ def test_rope_pairs_without_rope():
 
 def test_defaults_of_training():
     config = Mamba3NPLRConfig()
-    assert (config.residual, config.episode_loss, config.label_smoothing, config.use_cache) == (False, False, 0, True)
+    assert (config.episode_loss, config.label_smoothing, config.use_cache) == (False, 0, True)
     assert config.input_type == "tokens" and config.vocab_size == 128
     assert config.keys_to_ignore_at_inference == ["past_key_values"]
 

@@ -10,7 +10,7 @@ from mamba3_nplr.datasets_scripts.tasks import TASKS
 from mamba3_nplr.datasets_scripts.training_run import LAST, OFTEN_USED, UsageError, help_text, parse_run
 from transformers import TrainingArguments
 
-PARAMETERS = {"mamba3": 57_408, "mamba3_2": 112_768, "mamba3_4": 223_488, "nplr": 74_832}
+PARAMETERS = {"mamba3": 57_408, "mamba3_2": 112_640, "mamba3_4": 223_104, "nplr": 74_832}
 
 
 @pytest.fixture(autouse=True)

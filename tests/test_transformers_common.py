@@ -36,7 +36,7 @@ OPTIONS = {
     "injection": "delta",
     "gate_form": "exact",
     "initial_state": "learned",
-    "residual": True,
+    "output_norm": True,
 }
 
 
