@@ -35,6 +35,17 @@ SHAPES = {
     "LM": (1, 2048, {"hidden_size": 1024, "expand": 2, "head_dim": 64, "state_size": 64, "num_rope_pairs": 16}),
 }
 PEERS = ("mamba2", "gated_delta_rule")
+# What the pictures and tables call the variants.
+NAMES = {
+    "cpu_fused": "compiled mixer",
+    "cpu_scan": "compiled scan",
+    "floor_pruned": "floor, fewer gradients",
+    "chunkwise": "chunkwise torch",
+    "chunkwise_compiled": "chunkwise torch, torch.compile",
+    "reference": "definition, step by step",
+    "mamba2": "transformers' Mamba-2",
+    "gated_delta_rule": "transformers' gated delta rule",
+}
 SCANS = ("floor", "floor_pruned", "reference", "chunkwise", "chunkwise_compiled", "cpu_scan", "cpu_fused")
 LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 SCALING_BATCH = 4
@@ -164,15 +175,16 @@ def measure_scaling(repeats: int) -> dict[int, float]:
 
 @torch.no_grad()
 def measure_steps(repeats: int) -> dict[str, float]:
-    """Microseconds of a single step at batch 1: of the mixer in eager torch and compiled, and of a whole policy."""
+    """Microseconds of a single step at batch 1: of a block in eager torch and compiled, and of a whole policy."""
     policy = Mamba3NPLRForBehaviorCloning(Mamba3NPLRConfig()).eval()
-    mixer, observation = policy.model.layers[0].mixer, torch.randn(policy.config.observation_size)
-    eager, compiled = (make_block(name, mixer) for name in ("reference", "cpu_fused"))
-    x = torch.randn(1, 1, mixer.config.hidden_size)
-    _, state = mixer(x)
+    block, observation = policy.model.layers[0], torch.randn(policy.config.observation_size)
+    eager, compiled = copy.deepcopy(block), copy.deepcopy(block)
+    eager.mixer.config.scan_backend, compiled.mixer.config.scan_backend = "reference", "cpu"
+    x = torch.randn(1, 1, policy.config.hidden_size)
+    _, state = block.advance(x, None, None, None)
     steps = {
-        "mixer_eager": lambda: eager(x, state),
-        "mixer_fused": lambda: compiled(x, state),
+        "block_eager": lambda: eager.advance(x, state, None, None),
+        "block_fused": lambda: compiled.advance(x, state, None, None),
         "select_action": lambda: policy.select_action(observation),
     }
     times = {name: [] for name in steps}
@@ -192,21 +204,31 @@ def draw(results: dict, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=[2, 1])
-    variants = [name for name in results["blocks"]["S5"] if name != "floor"]
-    for number, variant in enumerate(variants):
-        heights = [found.get(variant, {}).get("ratio_to_floor") or 0.0 for found in results["blocks"].values()]
-        places = [place + (number - len(variants) / 2) * 0.1 for place in range(len(heights))]
-        left.bar(places, heights, 0.1, label=variant.replace("_", " "))
-    left.axhline(1.0, color="black", linewidth=0.8)
-    left.set(yscale="log", ylabel="forward and backward, as a ratio to the floor", title="The block on a processor")
-    left.set_xticks(range(len(results["blocks"])), results["blocks"])
-    left.legend(fontsize=8)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5), width_ratios=[2, 1], layout="constrained")
+    draw_ratios(left, results["blocks"])
     right.plot(list(results["scaling"]), list(results["scaling"].values()), marker="o")
-    right.set(xscale="log", xlabel="length", ylabel="microseconds a token", ylim=(0, None), title="Fused, by length")
-    figure.tight_layout()
+    right.set(xscale="log", xlabel="length", ylabel="microseconds a token", ylim=(0, None))
+    right.set_title("The compiled mixer by length")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def draw_ratios(axes, blocks: dict) -> None:
+    """Bars for each shape, the fastest variant first and of one colour in all of them."""
+    names = [name for name in NAMES if any(name in found for found in blocks.values())]
+    width, handles = 0.85 / len(names), []
+    for number, name in enumerate(names):
+        places, heights = [], []
+        for shape, found in enumerate(blocks.values()):
+            if name in found:
+                order = sorted(set(found) - {"floor"}, key=lambda other: found[other]["ratio_to_floor"])
+                places.append(shape + (order.index(name) - (len(order) - 1) / 2) * width)
+                heights.append(found[name]["ratio_to_floor"])
+        handles.append(axes.bar(places, heights, width, label=NAMES[name], color=f"C{number}"))
+    handles.append(axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", label="floor, without a scan"))
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+    axes.set(yscale="log", ylabel="forward and backward, as a ratio to the floor", title="The block on a processor")
+    axes.set_xticks(range(len(blocks)), blocks)
 
 
 def main() -> None:
