@@ -5,12 +5,17 @@ RUN := $(VENV)/bin/python
 .PHONY: setup test test-slow quality format data publish train sanity results kernels \
 	benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready $(VENV)/.compiled
 
 $(VENV)/.ready: pyproject.toml tests/fetch_transformers_tests.py
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --editable '.[dev]'
 	$(RUN) tests/fetch_transformers_tests.py
+	touch $@
+
+# Else the first run would wait for it.
+$(VENV)/.compiled: $(VENV)/.ready modeling/scan_cpu.cpp
+	$(RUN) -m mamba3_nplr.modeling.cpu_operator
 	touch $@
 
 test: setup quality

@@ -32,6 +32,7 @@ from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, h
 from mamba3_nplr.modeling.host_memory import keep_memory
 from mamba3_nplr.modeling.hub_errors import clear_errors
 from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
+from mamba3_nplr.modeling.scan import select_backend
 
 
 class StoppedError(Exception):
@@ -58,6 +59,7 @@ def train(run: TrainingRun) -> dict:
     record = run_record.run_record(run)
     if args.process_index == 0:
         announce(run, model, checkpoint)
+        compile_ahead(run)
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         run_record.write_json(Path(args.output_dir, run_record.RUN), record)
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -131,6 +133,13 @@ def push_finished(args, summary: dict, repository: str) -> None:
 def evaluate_run(model, run: TrainingRun, splits: list[str] | None = None, progress: bool = False) -> dict[str, dict]:
     # Every process evaluates everything: the sets are small, and weights that are shared out need all of them anyway.
     return evaluate(model, run.task, splits, run.args.per_device_eval_batch_size, progress=progress)
+
+
+def compile_ahead(run: TrainingRun) -> None:
+    """What compiled code the model needs on this device is built now: later the progress bar would stand at 0."""
+    backend = getattr(run.config, "scan_backend", None)
+    if backend is not None:
+        select_backend(backend, run.args.device)
 
 
 def share_cores() -> None:

@@ -14,10 +14,12 @@ class ModelPreset:
         fields: Fields of that configuration that differ from its defaults.
         training: Fields of TrainingArguments that this model wants otherwise than the training preset.
         paper_task: Settings of some tasks, by their names, that the paper has otherwise for this model.
+        papers: Where the model comes from, by the names in `CITATIONS`.
     """
 
     model_type: str
     fields: dict = field(default_factory=dict)
+    papers: tuple[str, ...] = ("mamba3",)
     training: dict = field(default_factory=dict)
     paper_task: dict[str, dict] = field(default_factory=dict)
 
@@ -33,6 +35,12 @@ EXACT = {
     "label_smoothing": 0.1,
 }
 
+DELTA_PAPERS = {
+    "deltanet": ("deltanet",),
+    "gdn": ("gdn",),
+    **dict.fromkeys(("deltaproduct_2", "deltaproduct_4", "gdp_2", "gdp_4"), ("deltaproduct",)),
+}
+
 MODELS: dict[str, ModelPreset] = {
     "mamba3": ModelPreset("mamba3_nplr", {"reflection_rank": 0}),
     "mamba3_2": ModelPreset("mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 2}),
@@ -40,11 +48,15 @@ MODELS: dict[str, ModelPreset] = {
     "nplr": ModelPreset("mamba3_nplr"),
     "nplr_norope": ModelPreset("mamba3_nplr", {"use_rope": False}),
     "nplr_exact": ModelPreset("mamba3_nplr", EXACT),
-    **{name: ModelPreset(config.model_type, fields) for name, (config, fields) in DELTA_FAMILY.items()},
+    **{
+        name: ModelPreset(config.model_type, fields, DELTA_PAPERS[name])
+        for name, (config, fields) in DELTA_FAMILY.items()
+    },
     **{
         name: ModelPreset(
             config.model_type,
             fields,
+            ("ids4",),
             training={"learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01},
             paper_task={"z5": {"total_steps": 60_000}},
         )

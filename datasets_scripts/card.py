@@ -4,6 +4,7 @@ from datasets import DatasetInfo
 from datasets.info import DatasetInfosDict
 from huggingface_hub import DatasetCardData
 
+from ..configuration.citations import bibtex
 from .task import Task
 from .words import GroupWords
 
@@ -65,6 +66,14 @@ python -m mamba3_nplr.datasets_scripts.build OUT --train_size {train_size} --tas
 
 writes this folder again, bit for bit with the same versions of its libraries ({versions}). `checksums.json` has the
 sha256 of every file.
+
+## Citation
+
+The tasks are those of
+
+```bibtex
+{citation}
+```
 """
 
 
@@ -85,6 +94,7 @@ def dataset_card(tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_si
         train_size=train_size,
         tasks=" ".join(tasks),
         versions=versions,
+        citation=bibtex(),
     )
     return f"---\n{metadata(splits, infos)}---\n{text}"
 

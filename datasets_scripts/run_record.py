@@ -13,6 +13,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from torch import nn
 
 from ..configuration.atomic_files import write_atomically
+from ..configuration.citations import bibtex
+from ..configuration.presets import MODELS
 from ..modeling.resumable_trainer import is_whole, last_whole_checkpoint
 from .evaluation import main_metric, split_sizes
 from .training_run import LAST, TrainingRun, UsageError
@@ -61,6 +63,14 @@ gives the same run again with the versions that it ran with; `run.json` has its 
 It knows one synthetic task, and only inputs drawn as in that task. What it does on sequences longer than those it was
 trained on is in the table, and nothing is known about longer ones. It was trained in {precision}; other precisions were
 not tried.
+
+## Citation
+
+The paper of the tasks and the reflection, and that of the model it is compared with or built on:
+
+```bibtex
+{citations}
+```
 """
 
 DESCRIPTIONS = {
@@ -209,6 +219,7 @@ def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False) -
         explanation=EXPLANATIONS[run.auto_class],
         command=summary["command"],
         versions=", ".join(f"{key} {value}" for key, value in summary["environment"].items() if value),
+        citations=bibtex(*MODELS[run.model_name].papers),
         precision="bfloat16" if run.args.bf16 else "float16" if run.args.fp16 else "float32",
     )
     return f"---\n{metadata(run, summary).to_yaml()}\n---\n{text}"

@@ -44,21 +44,24 @@ def cache_folder() -> Path:
 
 
 @cache
-def load_library(name: str, source: str) -> ctypes.CDLL:
-    """The compiled source; raises OSError or subprocess.CalledProcessError if it cannot be had."""
-    path = cache_folder() / f"{name}-{library_key(source)}.so"
+def load_library(name: str, source: str, definitions: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """
+    The compiled source; raises OSError or subprocess.CalledProcessError if it cannot be had. `definitions` are flags
+    for the compiler, such as -DNAME=VALUE.
+    """
+    path = cache_folder() / f"{name}-{library_key(source, definitions)}.so"
     if not path.exists():
-        build(source, path)
+        build(source, path, definitions)
     return ctypes.CDLL(str(path))
 
 
-def library_key(source: str) -> str:
+def library_key(source: str, definitions: tuple[str, ...] = ()) -> str:
     """Tells apart libraries from other source, by another compiler, or for another processor."""
     # The macros that -march=native predefines name the instructions of this processor.
     macros = [compiler_or_error(), "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     version = subprocess.run([macros[0], "--version"], capture_output=True, text=True, check=True).stdout
     processor = subprocess.run(macros, capture_output=True, text=True, check=True).stdout
-    text = "\0".join([source, version, processor, " ".join(FLAGS)])
+    text = "\0".join([source, version, processor, " ".join([*FLAGS, *definitions])])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
@@ -71,14 +74,19 @@ def compiler_or_error() -> str:
     return found
 
 
-def build(source: str, path: Path) -> None:
+def build(source: str, path: Path, definitions: tuple[str, ...] = ()) -> None:
     """Compiles in a folder of its own and renames: `path` is whole or not there, however many processes build it."""
+    # Before, and not after: on a busy machine someone may wait for minutes and wonder.
+    logger.warning(
+        f"Compiling {path.stem.partition('-')[0]} for this processor, which takes some seconds, once: models then run "
+        f"several times faster. It is kept as {path}."
+    )
     start = time.perf_counter()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".building-") as folder:
         code, made = Path(folder) / "source.cpp", Path(folder) / "library.so"
         code.write_text(source, encoding="utf-8")
-        command = [compiler_or_error(), *FLAGS, str(code), "-o", str(made)]
+        command = [compiler_or_error(), *FLAGS, *definitions, str(code), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True)
         os.replace(made, path)
-    logger.warning(f"Compiled the CPU scan for this processor in {time.perf_counter() - start:.1f} s: {path}")
+    logger.info(f"Compiled {path} in {time.perf_counter() - start:.1f} s.")

@@ -1,9 +1,16 @@
-"""What the compiled operators share: their namespace, their library, and how tensors reach it."""
+"""
+What the compiled operators share: their namespace, their library, and how tensors reach it.
+
+    python -m mamba3_nplr.modeling.cpu_operator
+
+compiles ahead what would be compiled on first use, for all precisions.
+"""
 
 import ctypes
 import itertools
 import subprocess
-from functools import cache, cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,7 +21,8 @@ from .scan_cpu_source import SOURCE
 
 logger = logging.get_logger(__name__)
 
-KINDS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16"}
+# What the projections make and take, in torch and in C++; there is a library for each.
+ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16"}
 
 
 def free_namespace() -> str:
@@ -38,26 +46,35 @@ def unavailable(device: torch.device) -> str | None:
 
 @torch.compiler.assume_constant_result
 def build_error() -> str | None:
-    """Why the library cannot be had, or None; builds it if need be. A graph takes the answer without tracing it."""
+    """
+    Why the library for float32 cannot be had, or None; builds it if need be. Those for other dtypes are built when they
+    are needed. A graph takes the answer without tracing it.
+    """
     return try_library()
 
 
 @cache
 def try_library() -> str | None:
     try:
-        library()
+        library(torch.float32)
         return None
-    except subprocess.CalledProcessError as error:
-        reason = f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
-    except (OSError, RuntimeError) as error:  # no compiler, no place to keep the library, no home
-        reason = str(error)
+    except (subprocess.CalledProcessError, OSError, RuntimeError) as error:
+        reason = explain(error)
     logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
     return reason
 
 
+def explain(error: Exception) -> str:
+    """Why there is no library: the compiler's last words; or no compiler, no place to keep the library, no home."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
+    return str(error)
+
+
 @cache
-def library() -> ctypes.CDLL:
-    loaded = load_library("scan", SOURCE)
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    element = ELEMENTS[dtype]
+    loaded = load_library(f"scan_{element.lower()}", SOURCE, (f"-DELEMENT={element}",))
     # Threads of its own would compete with those of torch, which keep spinning for a while after each operator.
     for openmp in sorted(Path(torch.__file__).with_name("lib").glob("libgomp*.so*")):
         loaded.use_pool(ctypes.CDLL(str(openmp)).GOMP_parallel)
@@ -77,11 +94,19 @@ class CompiledFunction:
         self.name = name
         layout = {"rows": INTEGER, "equal_length": INTEGER, "bounds": TENSOR, "order": TENSOR}
         self.struct = type("Arguments", (ctypes.Structure,), {"_fields_": list((layout | fields).items())})
+        self.functions = {}
 
-    @cached_property
-    def functions(self) -> dict[torch.dtype, ctypes._CFuncPtr]:
-        found = {dtype: getattr(library(), f"{self.name}_{kind}", None) for dtype, kind in KINDS.items()}
-        return {dtype: function for dtype, function in found.items() if function is not None}
+    def function(self, dtype: torch.dtype) -> ctypes._CFuncPtr:
+        """The function for tensors of this dtype."""
+        if dtype not in self.functions:
+            try:
+                self.functions[dtype] = getattr(library(dtype), self.name)
+            except (subprocess.CalledProcessError, OSError) as error:
+                advice = "scan_backend='chunkwise' needs no compiler"
+                raise RuntimeError(
+                    f"The compiled scan for {dtype} cannot be had: {explain(error)}; {advice}."
+                ) from error
+        return self.functions[dtype]
 
     def __call__(
         self,
@@ -91,8 +116,20 @@ class CompiledFunction:
     ) -> None:
         pointers = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
         arguments = self.struct(**values, threads=torch.get_num_threads(), **pointers)
-        self.functions[dtype](ctypes.byref(arguments))
+        self.function(dtype)(ctypes.byref(arguments))
 
 
 def contiguous(names, tensors) -> dict[str, torch.Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in zip(names, tensors, strict=True)}
+
+
+def main() -> None:
+    with ThreadPoolExecutor() as pool:  # each waits for its compiler
+        tries = {dtype: pool.submit(library, dtype) for dtype in ELEMENTS}
+    for dtype, attempt in tries.items():
+        error = attempt.exception()
+        print(f"{dtype}: {'ready' if error is None else explain(error)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -286,7 +286,7 @@ def step_cpu(
     arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
     arguments.h0, arguments.B0, arguments.u0, arguments.phase0 = (part.data_ptr() for part in state)
     arguments.h, arguments.B, arguments.u, arguments.phase = (part.data_ptr() for part in final)
-    step_function.functions[x.dtype](ctypes.byref(arguments))
+    step_function.function(x.dtype)(ctypes.byref(arguments))
     return y, tuple(final)
 
 

@@ -1656,21 +1656,22 @@ void step(const MixerStep<T>& a) {
 
 }  // namespace
 
+// A library is for one type of what the projections make and take: three at once would take three times as long to
+// compile, and most processes need one.
+#ifndef ELEMENT
+#define ELEMENT float
+#endif
+using Element = ELEMENT;
+using Inside = std::conditional_t<std::is_same_v<Element, BFloat16>, float, Element>;
+
 extern "C" {
-void scan_forward_float(const Scan<float, float>* scan) { run(*scan, true); }
-void scan_forward_double(const Scan<double, double>* scan) { run(*scan, true); }
-void scan_forward_bfloat16(const Scan<BFloat16, float>* scan) { run(*scan, true); }
-void scan_backward_float(const Scan<float, float>* scan) { run(*scan, false); }
-void scan_backward_double(const Scan<double, double>* scan) { run(*scan, false); }
-void scan_backward_bfloat16(const Scan<BFloat16, float>* scan) { run(*scan, false); }
-void mixer_forward_float(const Mixer<float, float>* mixer) { run(*mixer, true); }
-void mixer_forward_double(const Mixer<double, double>* mixer) { run(*mixer, true); }
-void mixer_forward_bfloat16(const Mixer<BFloat16, float>* mixer) { run(*mixer, true); }
-void mixer_backward_float(const Mixer<float, float>* mixer) { run(*mixer, false); }
-void mixer_backward_double(const Mixer<double, double>* mixer) { run(*mixer, false); }
-void mixer_backward_bfloat16(const Mixer<BFloat16, float>* mixer) { run(*mixer, false); }
-void mixer_step_float(const MixerStep<float>* a) { step(*a); }
-void mixer_step_double(const MixerStep<double>* a) { step(*a); }
+void scan_forward(const Scan<Element, Inside>* scan) { run(*scan, true); }
+void scan_backward(const Scan<Element, Inside>* scan) { run(*scan, false); }
+void mixer_forward(const Mixer<Element, Inside>* mixer) { run(*mixer, true); }
+void mixer_backward(const Mixer<Element, Inside>* mixer) { run(*mixer, false); }
+void mixer_step(const MixerStep<Inside>* a) {
+    if constexpr (std::is_same_v<Element, Inside>) step(*a);
+}
 int64_t scan_segment() { return kSegment; }
 void use_pool(Pool given) { pool = given; }
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import load_dataset
 from huggingface_hub import DatasetCard
+from mamba3_nplr.configuration.citations import CITATIONS
 from mamba3_nplr.datasets_scripts import build as building
 from mamba3_nplr.datasets_scripts import show as showing
 from mamba3_nplr.datasets_scripts.columns import from_arrow, read_columns, to_arrow
@@ -103,6 +104,7 @@ def test_a_build_is_the_same_bit_for_bit(built, tmp_path):
 
 def test_the_card_is_valid(built):
     card = DatasetCard.load(built / "README.md")
+    assert CITATIONS["nplr"] in card.text
     card_configs = {config["config_name"]: config["data_files"] for config in card.data.configs}
     assert list(card_configs) == TASKS and card.data.license == "apache-2.0"
     assert "episode.png" in card.text and (built / "episode.png").stat().st_size > 10_000

@@ -285,7 +285,7 @@ def test_vectors_of_other_widths_give_the_same(width, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
+    assert len(list((tmp_path / "cache").glob("*.so"))) >= 2  # for float32 and float64
 
 
 SANITIZED = """

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRModel
-from mamba3_nplr.modeling import cpu_library
+from mamba3_nplr.modeling import cpu_library, cpu_operator
 from mamba3_nplr.modeling.cpu_operator import SOURCE, library, unavailable
 from mamba3_nplr.modeling.scan import BACKENDS
 from mamba3_nplr.modeling.scan_cpu import SEGMENT, scan_cpu, scan_operator
@@ -147,7 +147,7 @@ def build_like(model, backend):
 
 
 def test_python_and_the_library_agree_on_what_is_kept():
-    assert library().scan_segment() == SEGMENT
+    assert library(torch.float32).scan_segment() == SEGMENT
 
 
 def test_it_runs_on_processors_only():
@@ -181,6 +181,48 @@ def test_without_a_compiler_the_chunkwise_scan_takes_over_with_one_warning(tmp_p
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("the slower chunkwise scan takes its place: no C++ compiler was found") == 1
+
+
+FIRST_USE = """
+import sys, torch
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
+model = Mamba3NPLRModel(Mamba3NPLRConfig())
+for name in sys.argv[1:]:
+    model.to(getattr(torch, name))(torch.zeros(1, 3, dtype=torch.long))
+"""
+
+
+@pytest.mark.parametrize("dtypes", [["float32"], ["float32", "float64"]])
+def test_only_what_is_used_is_compiled(dtypes, tmp_path):
+    quick = tmp_path / "compiler"
+    quick.write_text(f'#!/bin/sh\nexec {cpu_library.compiler()} "$@" -O0\n')
+    quick.chmod(0o755)
+    cache = tmp_path / "cache"
+    environment = os.environ | {"CXX": str(quick), "MAMBA3_NPLR_CACHE": str(cache)}
+    command = [sys.executable, "-c", FIRST_USE, *dtypes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    kinds = [{"float32": "scan_float", "float64": "scan_double"}[name] for name in dtypes]
+    assert sorted(path.name.partition("-")[0] for path in cache.iterdir()) == sorted(kinds)
+    assert [line.split()[1] for line in done.stderr.splitlines() if line.startswith("Compiling")] == kinds
+    assert f"kept as {cache}" in done.stderr
+
+
+def test_a_compilation_is_announced_before_it_begins(monkeypatch, tmp_path):
+    events, run = [], subprocess.run
+    monkeypatch.setattr(cpu_library.logger, "warning", lambda message: events.append(message.split()[0]))
+    monkeypatch.setattr(cpu_library.subprocess, "run", lambda *a, **named: events.append("run") or run(*a, **named))
+    cpu_library.build('extern "C" int answer() { return 42; }', tmp_path / "tiny.so")
+    assert events == ["Compiling", "run"]
+
+
+def test_a_library_that_cannot_be_built_later_is_an_error_with_advice(monkeypatch):
+    def refuse(dtype):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(cpu_operator, "library", refuse)
+    function = cpu_operator.CompiledFunction("scan_forward", {})
+    with pytest.raises(RuntimeError, match="torch.float64 cannot be had: the disk is full; scan_backend='chunkwise'"):
+        function.function(torch.float64)
 
 
 BUILD = """

@@ -17,6 +17,7 @@ import training_program
 from hub_client import TOKENS, run_client
 from hub_server import HubServer
 from huggingface_hub import ModelCard
+from mamba3_nplr.configuration.citations import CITATIONS
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling import resumable_trainer
@@ -162,6 +163,7 @@ def test_a_finished_run_loads_and_describes_itself(whole):
     assert found == {split: figures[results["metric"]] for split, figures in results["results"].items()}
     assert list(found) == (["test_8", "test_20"] if arguments is WORDS else ["test_1", "test_3"])
     assert results["command"] in card.text and str(folder) in card.text
+    assert CITATIONS["nplr"] in card.text and CITATIONS["mamba3"] in card.text
     logged = log_of(folder)
     assert any("eval_success" in entry or "eval_final_accuracy" in entry for entry in logged)
     assert f"{next(iter(found))}_{results['metric']}" in logged[-1]
