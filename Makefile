@@ -3,7 +3,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 
 .PHONY: setup test test-slow quality format data publish train sanity results kernels \
-	benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
+	benchmark-busy benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
 
 setup: $(VENV)/.ready $(VENV)/.compiled
 
@@ -63,6 +63,9 @@ results: setup
 
 benchmark-cpu: setup
 	$(RUN) benchmarks/cpu.py --out results/cpu.json --plot docs/cpu.png
+
+benchmark-busy: setup
+	$(RUN) benchmarks/busy.py --out results/busy.json
 
 benchmark-data: setup
 	$(RUN) benchmarks/data.py

@@ -15,6 +15,11 @@ import os
 import sys
 from pathlib import Path
 
+# Before torch is imported: its threads spin while they wait for each other, and beside other work one that waits for a
+# thread without a core spins on and on. So they sleep after some microseconds (benchmarks/busy.py).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import torch
 import transformers
 from accelerate.utils import broadcast_object_list

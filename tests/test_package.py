@@ -1,10 +1,13 @@
 """The package as installed: quiet and light to import, complete as a wheel, with no generic names."""
 
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
@@ -94,3 +97,29 @@ def test_the_wheel_is_complete_and_claims_one_name(tmp_path):
     assert set(names) == expected
     origin = "import mamba3_nplr.modeling.scan as scan; print(scan.__file__)"
     assert str(tmp_path) in python(origin, tmp_path, PYTHONPATH=str(tmp_path / "site"))
+
+
+THREADS = """
+import os, sys
+
+class Spy:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+
+sys.meta_path.insert(0, Spy())
+sys.path.insert(0, ROOT)
+import train_hf
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_training_lets_waiting_threads_sleep_unless_told_otherwise(given, found):
+    """The library of the threads reads it when torch is loaded, and never again."""
+    environment = {name: x for name, x in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    program = THREADS.replace("ROOT", repr(str(Path(__file__).parent.parent)))
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[0] == found
