@@ -21,6 +21,9 @@ SESSION = textwrap.dedent(
         exec(compile(block, "README.md", "exec"), namespace)
     assert namespace["action"].shape == (2,)
     assert namespace["batch"]["labels"].shape == (64, 64)
+    track = namespace["pipeline"]("state-tracking", model="switch/checkpoint-60")
+    for row in namespace["words"]:
+        assert " ".join(entry["label"] for entry in track(row["symbols"])) == row["labels"], row
     assert type(namespace["model"]).__name__ == "Mamba3NPLRForSequenceClassification"
     assert len(namespace["words"]) == 3 and namespace["words"].column_names == ["symbols", "labels"]
     assert namespace["policy"].config.observation_size == 9 and namespace["policy"].config.action_size == 3
