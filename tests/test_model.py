@@ -94,6 +94,7 @@ def test_left_and_right_padding_change_nothing_exactly(option):
 
 @torch.no_grad()
 def test_what_stands_in_the_padding_does_not_matter():
+    """To the last bit: the calls and their shapes are the same."""
     model = build(Mamba3NPLRModel)
     padded, mask = pad(tokens(3, 8), [8, 5, 2], [0, 1, 6], width=9)
     other = torch.where(mask == 0, 3, padded)
@@ -261,6 +262,7 @@ def test_bf16_autocast_rounds_the_projections_and_nothing_else(monkeypatch):
     found.float().square().sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     monkeypatch.setattr(torch.nn.Linear, "forward", linear_in_bfloat16)
+    # To the last bit: these are the calls that autocast makes.
     assert torch.equal(found, model(ids).last_hidden_state)
 
 

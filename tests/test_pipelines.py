@@ -159,10 +159,10 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     entries = pipeline("state-tracking", model="tracker", trust_remote_code=True)("s0 s1 s1")
     act = pipeline("behavior-cloning", model="policy", trust_remote_code=True)
     episode = np.load("episode.npy")
-    assert np.array_equal(act(episode), np.load("actions.npy"))
+    assert np.allclose(act(episode), np.load("actions.npy"), atol=1e-5)
     assert np.allclose(list(act(iter(episode))), np.load("actions.npy"), atol=1e-5)
     act.save_pretrained("again")
-    assert np.array_equal(pipeline(model="again", trust_remote_code=True)(episode), np.load("actions.npy"))
+    assert np.allclose(pipeline(model="again", trust_remote_code=True)(episode), np.load("actions.npy"), atol=1e-5)
     print(json.dumps(entries))
     assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
     """
@@ -181,4 +181,6 @@ def test_a_checkpoint_carries_its_pipeline(policy, tmp_path):
     command = [sys.executable, "-c", WITHOUT_THE_PACKAGE]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == json.dumps(pipeline("state-tracking", model=model)("s0 s1 s1"))
+    entries = json.loads(done.stdout.splitlines()[-1])
+    for found, expected in zip(entries, pipeline("state-tracking", model=model)("s0 s1 s1"), strict=True):
+        assert found == expected | {"score": pytest.approx(expected["score"], rel=1e-5)}

@@ -137,6 +137,7 @@ def test_pieces_continue_each_other(form, pieces):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_anywhere_changes_nothing_exactly(backend):
+    """To the last bit: every backend sees the tokens alone, in the same calls (see sequence_rows)."""
     alone = scan_inputs(batch=1, length=13)
     state = scan_state(alone)
     y, final = run(alone, state, backend, chunk_size=4)
@@ -328,6 +329,7 @@ def test_many_chunks_lose_no_digits():
 
 
 def test_padding_up_to_a_power_of_two_changes_no_bit():
+    """As above; matrices of other sizes would be rounded otherwise."""
     alone = scan_inputs(batch=1, length=9, n=16, channels=16)
     y, final = run(alone)
     for width in range(10, 17):

@@ -63,6 +63,7 @@ def test_float32_to_length_2048(form):
 
 @pytest.mark.parametrize("form", ["contractive", "rank0", "delta"])
 def test_bfloat16_is_read_and_rounded_but_computed_in_float32(form):
+    """To the last bit: it is the same arithmetic of our own, between other reads and writes."""
     inputs = scan_inputs(length=37, heads=3, n=16, channels=5, form=form, dtype=torch.float32)
     state = scan_state(inputs)
     half = {name: getattr(inputs, name) for name in ("u", "B", "C", "k") if getattr(inputs, name) is not None}
@@ -106,6 +107,7 @@ def test_full_reflections_along_one_direction_lose_no_more_than_the_definition()
 
 
 def test_results_do_not_depend_on_the_number_of_threads():
+    """Promised to the last bit by the source: the order of every sum follows from the shape alone."""
     inputs = scan_inputs(batch=3, length=200, heads=5, n=16, channels=16)  # work enough for several threads
     state = scan_state(inputs)
     before, results = torch.get_num_threads(), []

@@ -370,7 +370,7 @@ def test_tracing_sees_one_operator():
     expected = torch.compile(model, fullgraph=True, backend=keep)(ids).last_hidden_state
     exported = torch.export.export(model, (ids,))
     assert scans_in(traced[0]) == scans_in(exported.graph_module) == ["mamba3_nplr.scan_triton.default"]
-    assert torch.equal(exported.module()(ids).last_hidden_state, expected)
+    assert error(exported.module()(ids).last_hidden_state, expected) < 1e-5
 
 
 def test_inputs_need_not_be_contiguous():
@@ -470,7 +470,7 @@ def test_checkpoints_carry_the_kernels(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     expected = model(torch.tensor([[1, 2, 3]])).last_hidden_state
-    assert torch.equal(torch.load(tmp_path / "found", weights_only=True), expected)
+    assert error(torch.load(tmp_path / "found", weights_only=True), expected) < 1e-5
 
 
 COMPILE = """

@@ -51,6 +51,7 @@ def stopped(arguments):
 
 
 def resume_and_compare(arguments, folder, whole_folder):
+    """Equal to the last bit, as promised: the same calls on the same numbers, with the same number of threads."""
     program.main([*arguments, f"--output_dir={folder}", "--resume_from_checkpoint"])
     for name in ("model.safetensors", "checkpoint-8/model.safetensors"):
         assert (folder / name).read_bytes() == (whole_folder / name).read_bytes(), name
