@@ -185,6 +185,13 @@ def test_evaluate_finds_what_the_run_found(whole, tmp_path, capsys):
     assert f"| {next(iter(found['results']))} |" in capsys.readouterr().out
 
 
+def test_evaluate_takes_a_model_to_a_task_of_the_same_kind(whole, capsys):
+    arguments, folder = whole
+    other = ["s5_generators", "--task.test_lengths=[3]"] if arguments is WORDS else ["shell", "--task.test_windows=[3]"]
+    program.main(["evaluate", str(folder), "--task.test_size=2", "--task", *other])
+    assert f"{folder} on {other[0]}, in per cent" in (text := capsys.readouterr().out) and "| test_3 |" in text
+
+
 def test_evaluate_refuses_another_task(whole, capsys):
     arguments, folder = whole
     task, others = ("s5_generators", ["z5", "shell"]) if arguments is WORDS else ("shell_jitter", ["s5_generators"])
@@ -203,13 +210,6 @@ def test_evaluate_refuses_a_group_of_the_same_order(tmp_path, capsys):
     program.main([*TINY, *task, f"--output_dir={tmp_path / 'run'}"])
     assert stopped(["evaluate", str(tmp_path / "run"), "--task.group=z6"]) == 2
     assert "was trained on s3 and cannot do s3, group=z6: its letters and elements" in capsys.readouterr().err
-
-
-def test_evaluate_takes_a_policy_to_another_timing(whole, capsys):
-    arguments, folder = whole
-    if arguments is EPISODES:
-        program.main(["evaluate", str(folder), "--task=shell", "--task.test_size=2", "--task.test_windows=[1]"])
-        assert "| test_1 |" in capsys.readouterr().out
 
 
 def test_evaluate_refuses_at_once_what_is_nowhere(capsys, monkeypatch):
