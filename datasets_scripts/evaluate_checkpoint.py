@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
 def evaluate_command(arguments: list[str]) -> None:
     overrides, arguments = split_overrides(arguments)
     given = make_parser().parse_args(arguments)
-    options = find_checkpoint(given.checkpoint)
-    trained_on, recorded = recorded_task(given.checkpoint, options)
+    check_checkpoint(given.checkpoint)
+    trained_on, recorded = recorded_task(given.checkpoint)
     name, changed = given.task or trained_on, part(overrides, "task")
     if name is None:
         raise UsageError(f"{given.checkpoint} has no {run_record.RUN}, so --task is needed.")
@@ -64,7 +64,7 @@ def evaluate_command(arguments: list[str]) -> None:
         build(task.check_split, split, 0, 0)
     refusal = f"{given.checkpoint} was trained on {trained_on or 'another task'} and cannot do {name}"
     refusal += "".join(f", {setting}={value}" for setting, value in changed.items())
-    model = load_model(given.checkpoint, task, refusal, options | {"trust_remote_code": given.trust_remote_code})
+    model = load_model(given.checkpoint, task, refusal, given.trust_remote_code)
     results = evaluate(model.to(given.device), task, given.splits, given.batch_size, given.piece_length, progress=True)
     metric = main_metric(task)
     print(f"\n{given.checkpoint} on {name}, in per cent\n")
@@ -76,13 +76,10 @@ def evaluate_command(arguments: list[str]) -> None:
         run_record.write_json(given.out, summary | {"environment": run_record.environment()})
 
 
-def find_checkpoint(checkpoint: str) -> dict:
-    """
-    Options with which a checkpoint loads. One that cannot be had is refused at once: the libraries would ask the Hub
-    again and again for half a minute.
-    """
+def check_checkpoint(checkpoint: str) -> None:
+    """Refuses at once what cannot be had: the libraries would ask the Hub again and again for half a minute."""
     if Path(checkpoint).is_dir():
-        return {}
+        return
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
         raise UsageError(
             f"CHECKPOINT={checkpoint!r} is not allowed: it must be a folder, and there is none of that name, or a "
@@ -96,43 +93,41 @@ def find_checkpoint(checkpoint: str) -> dict:
             f"{checkpoint} is neither a folder here nor a repository that the Hub shows to the token in use, if any."
         ) from error
     except HfHubHTTPError:
-        return {}  # the Hub can be reached, and loading has better words for what is wrong
+        return  # the Hub can be reached, and loading has better words for what is wrong
     except (HTTPError, OSError) as error:
-        if find_file(checkpoint, CONFIG_NAME, {"local_files_only": True}) is None:
+        if find_file(checkpoint, CONFIG_NAME, local_files_only=True) is None:
             raise UsageError(
                 f"{checkpoint} is neither a folder here nor in the cache, and the Hub cannot be reached: {error}"
             ) from error
-        return {"local_files_only": True}
-    return {}
 
 
-def find_file(checkpoint: str, name: str, options: dict) -> str | None:
+def find_file(checkpoint: str, name: str, local_files_only: bool = False) -> str | None:
     return cached_file(
         checkpoint,
         name,
+        local_files_only=local_files_only,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        **options,
     )
 
 
-def recorded_task(checkpoint: str, options: dict) -> tuple[str | None, dict]:
+def recorded_task(checkpoint: str) -> tuple[str | None, dict]:
     """The task that a checkpoint was trained on, and its settings, by its own record; None if there is none."""
-    path = find_file(checkpoint, run_record.RUN, options)
+    path = find_file(checkpoint, run_record.RUN)
     if path is None:
         return None, {}
     arguments = json.loads(Path(path).read_text(encoding="utf-8"))["arguments"]
     return arguments["task"], part(arguments, "task")
 
 
-def load_model(checkpoint: str, task: Task, refusal: str, options: dict) -> PreTrainedModel:
+def load_model(checkpoint: str, task: Task, refusal: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """
     The model of a checkpoint, if it can do the task at all.
 
     Args:
         refusal: What to say if it cannot; the reason follows.
-        options: Of `from_pretrained`.
     """
+    options = {"trust_remote_code": trust_remote_code}
     try:
         config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
         # Before the weights, about which transformers would have much to say.

@@ -544,7 +544,7 @@ def test_a_finished_run_is_uploaded_and_evaluated(hub, run, tmp_path):
     for name in ("README.md", "model.safetensors", "results.json", "results.png"):
         assert repository.read(name) == (tmp_path / "run" / name).read_bytes()
     assert b"model-index" in repository.read("README.md") and b'"user/trained"' in repository.read("README.md")
-    # Where the Hub cannot be reached, what was downloaded is taken, and anything else refused, without more attempts.
+    # Where the Hub cannot be reached, what was downloaded is taken, and anything else refused after one attempt.
     gone = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home0")}
     evaluate = [sys.executable, PROGRAM, "evaluate"]
     found = run_client(hub, tmp_path, [*evaluate, "user/trained"], **gone)
