@@ -67,6 +67,7 @@ sanity: setup
 
 results: setup
 	$(RUN) results/table.py > results/README.md
+	$(RUN) -m mamba3_nplr.datasets_scripts.comparison results/main.json docs/comparison.png
 
 benchmark-cpu: setup
 	$(RUN) benchmarks/cpu.py --out results/cpu.json --plot docs/cpu.png

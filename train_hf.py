@@ -233,13 +233,15 @@ def report(run: TrainingRun, summaries: dict[str, dict], out: Path) -> None:
     (out / "comparison.md").write_text(table + "\n", encoding="utf-8")
     measured = main_metric(run.task).replace("_", " ")
     print(f"\n{run.task_name}, {measured} in per cent\n\n{table}\n")
+    written = ["comparison.json", "comparison.md"]
     try:
         draw_comparison(run.task, summaries, out / "comparison.png")
+        written.insert(0, "comparison.png")
     except ImportError as error:
         print(error)
     last = next(reversed(summaries))
     print(
-        f"Wrote {out}: comparison.png, comparison.json, and each model in a folder of its own.\n\n"
+        f"Wrote {out}: {', '.join(written)}, and each model in a folder of its own.\n\n"
         "Next\n"
         f"  any checkpoint on its test sets:  python train_hf.py evaluate {out / last}\n"
         "  the shell game:                   python train_hf.py --task shell --model nplr\n"
@@ -256,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
         if arguments and arguments[0] in commands:
             commands[arguments[0]](arguments[1:])
         elif {"-h", "--help", "--help_all"} & set(arguments):
-            print(help_text(everything="--help_all" in arguments))
+            print(help_text(arguments, everything="--help_all" in arguments))
         else:
             train_command(arguments)
     except UsageError as error:

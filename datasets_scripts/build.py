@@ -1,5 +1,5 @@
 """
-Writes the tasks as a folder that is a dataset repository: Parquet files, a card, a picture.
+Writes the tasks as a folder that is a dataset repository: Parquet files, a card and, with matplotlib, a picture.
 
     python -m mamba3_nplr.datasets_scripts.build OUT [--train_size N] [--tasks TASK ...]
 
@@ -8,6 +8,7 @@ A build that was stopped goes on where it was when the same command is given aga
 
 import argparse
 import errno
+import importlib.util
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +21,14 @@ from ..configuration.atomic_files import write_atomically
 from ..configuration.checksums import checksums
 from .card import dataset_card
 from .columns import task_features, to_table
-from .show import draw, figure_class
+from .show import NO_MATPLOTLIB, draw
 from .task import Task, check_at_least
 from .tasks import TASKS, make_task
 
 # shell_curriculum differs from shell only in how training draws its batches.
 PUBLISHED = [name for name in TASKS if name != "shell_curriculum"]
 SETTINGS = "build.json"
+PICTURE = "episode.png"
 CHECKSUMS = "checksums.json"  # of all files but the card, to know later that a folder is still what was built
 # Episodes are a thousand times larger than words; a file of either is made in memory.
 ROWS_IN_FILE = {"words": 100_000, "episodes": 4_096}
@@ -35,7 +37,6 @@ ROWS_IN_FILE = {"words": 100_000, "episodes": 4_096}
 def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) -> None:
     """Writes the tasks called `names`, all by default, into the folder `out`."""
     check_at_least("train_size", train_size, 1)
-    figure_class()  # the card has a picture: better to hear now than at the end that it cannot be drawn
     tasks = {name: make_task(name) for name in names or PUBLISHED}
     splits = {name: {"train": train_size} | task.splits for name, task in tasks.items()}
     claim(out, {"train_size": train_size, "tasks": list(tasks), "versions": versions()})
@@ -46,18 +47,23 @@ def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) 
             if not (out / path).exists():
                 write_rows(out / path, task, split, start, stop)
             bar.update(stop - start)
-    write_atomically(out / "episode.png", lambda path: draw(TASKS["shell"], "validation", 5, path))
+    if can_draw():
+        write_atomically(out / PICTURE, lambda path: draw(TASKS["shell"], "validation", 5, path))
     infos = {name: describe(out / name, task, splits[name]) for name, task in tasks.items()}
-    built = checksums(out, [SETTINGS, "episode.png", *(str(path) for path, *_ in files)])
+    built = checksums(out, [SETTINGS, PICTURE, *(str(path) for path, *_ in files)])
     write_atomically(out / CHECKSUMS, lambda path: path.write_text(json.dumps(built, indent=2), encoding="utf-8"))
-    card = dataset_card(tasks, infos, train_size, versions())
+    card = dataset_card(tasks, infos, train_size, versions(), PICTURE if can_draw() else None)
     write_atomically(out / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
 
 
+def can_draw() -> bool:
+    """Whether there is matplotlib, an extra: without it the card has no picture."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def versions() -> str:
-    return ", ".join(
-        f"{name} {version(name)}" for name in ("mamba3_nplr", "numpy", "pyarrow", "datasets", "matplotlib")
-    )
+    names = ["mamba3_nplr", "numpy", "pyarrow", "datasets"] + ["matplotlib"] * can_draw()
+    return ", ".join(f"{name} {version(name)}" for name in names)
 
 
 def claim(out: Path, settings: dict) -> None:
@@ -123,12 +129,14 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         build(given.out, given.train_size, given.tasks)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         parser.error(str(error))
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
         parser.exit(1, f"The disk is full. Make room and give the same command again: {given.out} goes on from here.\n")
+    if not can_draw():
+        print(f"The card has no picture. {NO_MATPLOTLIB}")
     print(f"Wrote {given.out}: load_dataset({str(given.out)!r}, {(given.tasks or PUBLISHED)[0]!r})")
 
 

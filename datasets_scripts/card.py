@@ -27,6 +27,9 @@ first_row = next(iter(load_dataset("PATH_OR_REPOSITORY", "{first}", split="{spli
 Training on fresh data needs no download: `mamba3_nplr.datasets_scripts.tasks.make_task(NAME).batch(seed, step)` makes
 batches from the same code. The test sets share no random numbers with training, whatever its seed.
 
+Columns have the names of the models' arguments, so that `Trainer` trains on them as they are, with
+`data_collator=mamba3_nplr.pad_sequences`.
+
 ## Words
 
 A word is a sequence of letters g_1 ... g_L of a finite group, drawn independently and uniformly; the label at position
@@ -42,9 +45,7 @@ lexicographic order of their one-line notation. `s5_generators` draws the four a
 letter j swaps places j and j + 1. The other configurations draw from all elements.
 
 ## The shell game
-
-![An episode: cup paths, the lifted cup, the slot of the ball](episode.png)
-
+{picture}
 Five identical cups stand in five slots. The ball's slot is revealed in the first 5 frames; then windows follow, some
 with a swap of two neighbours along a smooth path, one of the two cups lifted; after a last wait the cue is on for 12
 frames, in which the policy reaches for the ball. `shell` has windows of 4 quiet and 8 motion frames; in `shell_jitter`
@@ -53,7 +54,7 @@ motions last round(U(4, 16)) frames and waits round(U(0, 8)) or, one time in fiv
 | Column | Type | Meaning |
 | --- | --- | --- |
 | `observations` | frames x 16 float32 | x of the cups, sorted; their y; the revealed slot (one-hot); the cue |
-| `actions` | frames x 2 float32 | the demonstrator's: at the centre until the cue, then at the ball's slot |
+| `labels` | frames x 2 float32 | the demonstrator's actions: at the centre until the cue, then at the ball's slot |
 | `num_swaps` | int32 | number of swaps K |
 | `swaps` | list of int32 | for each window the left slot of the swapped pair, or -1 |
 | `ball_slot` | ClassLabel | the ball's slot at the end |
@@ -77,11 +78,14 @@ The tasks are those of
 """
 
 
-def dataset_card(tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_size: int, versions: str) -> str:
+def dataset_card(
+    tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_size: int, versions: str, picture: str | None
+) -> str:
     """
     Args:
         tasks: The configurations.
         infos: Columns, splits and sizes of each configuration.
+        picture: File with a picture of an episode, if there is one.
     """
     splits = {name: {split: part.num_examples for split, part in info.splits.items()} for name, info in infos.items()}
     first = next(iter(tasks))
@@ -95,6 +99,7 @@ def dataset_card(tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_si
         tasks=" ".join(tasks),
         versions=versions,
         citation=bibtex(),
+        picture=f"\n![An episode: cup paths, the lifted cup, the slot of the ball]({picture})\n" if picture else "",
     )
     return f"---\n{metadata(splits, infos)}---\n{text}"
 

@@ -17,7 +17,7 @@ def task_features(task: Task) -> Features:
     return Features(
         {
             "observations": List(List(Value("float32"), length=OBSERVATION_SIZE)),
-            "actions": List(List(Value("float32"), length=ACTION_SIZE)),
+            "labels": List(List(Value("float32"), length=ACTION_SIZE)),
             "num_swaps": Value("int32"),
             "swaps": List(Value("int32")),
             "ball_slot": ClassLabel(names=task.label_names),

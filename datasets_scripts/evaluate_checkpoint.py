@@ -6,13 +6,18 @@ Evaluates a checkpoint, a folder or a repository of the Hub, on the test sets of
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import torch
 import transformers
-from transformers.utils import cached_file
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME, cached_file
 
 from ..modeling.auto import AutoModelForBehaviorCloning
+from ..modeling.hub_errors import clear_errors
 from . import run_record
 from .evaluation import evaluate, main_metric
 from .task import Task
@@ -49,15 +54,18 @@ def make_parser() -> argparse.ArgumentParser:
 def evaluate_command(arguments: list[str]) -> None:
     overrides, arguments = split_overrides(arguments)
     given = make_parser().parse_args(arguments)
-    name, settings = given.task, part(overrides, "task")
+    check_checkpoint(given.checkpoint)
+    trained_on, recorded = recorded_task(given.checkpoint)
+    name, changed = given.task or trained_on, part(overrides, "task")
     if name is None:
-        name, recorded = recorded_task(given.checkpoint)
-        settings = recorded | settings
-    task = build(make_task, name, **settings)
+        raise UsageError(f"{given.checkpoint} has no {run_record.RUN}, so --task is needed.")
+    task = build(make_task, name, **(recorded if given.task is None else {}) | changed)
     for split in given.splits or []:
         build(task.check_split, split, 0, 0)
-    model = load_model(given.checkpoint, task, given.trust_remote_code).to(given.device)
-    results = evaluate(model, task, given.splits, given.batch_size, given.piece_length, progress=True)
+    refusal = f"{given.checkpoint} was trained on {trained_on or 'another task'} and cannot do {name}"
+    refusal += "".join(f", {setting}={value}" for setting, value in changed.items())
+    model = load_model(given.checkpoint, task, refusal, given.trust_remote_code)
+    results = evaluate(model.to(given.device), task, given.splits, given.batch_size, given.piece_length, progress=True)
     metric = main_metric(task)
     print(f"\n{given.checkpoint} on {name}, in per cent\n")
     print(f"| test set | {metric.replace('_', ' ')} | chance |\n| --- | --- | --- |")
@@ -68,29 +76,88 @@ def evaluate_command(arguments: list[str]) -> None:
         run_record.write_json(given.out, summary | {"environment": run_record.environment()})
 
 
-def recorded_task(checkpoint: str) -> tuple[str, dict]:
-    """The task that a checkpoint was trained on, by its own record."""
-    path = cached_file(checkpoint, run_record.RUN, _raise_exceptions_for_missing_entries=False)
+def check_checkpoint(checkpoint: str) -> None:
+    """Refuses at once what cannot be had: the libraries would ask the Hub again and again for half a minute."""
+    if Path(checkpoint).is_dir():
+        return
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", checkpoint):
+        raise UsageError(
+            f"CHECKPOINT={checkpoint!r} is not allowed: it must be a folder, and there is none of that name, or a "
+            "repository of the Hub, USER/NAME."
+        )
+    try:
+        with clear_errors(checkpoint, "found", "Try again."):
+            HfApi().model_info(checkpoint, timeout=10)
+    except RepositoryNotFoundError as error:
+        raise UsageError(
+            f"{checkpoint} is neither a folder here nor a repository that the Hub shows to the token in use, if any."
+        ) from error
+    except HfHubHTTPError:
+        return  # the Hub can be reached, and loading has better words for what is wrong
+    except (HTTPError, OSError) as error:
+        if find_file(checkpoint, CONFIG_NAME, local_files_only=True) is None:
+            raise UsageError(
+                f"{checkpoint} is neither a folder here nor in the cache, and the Hub cannot be reached: {error}"
+            ) from error
+
+
+def find_file(checkpoint: str, name: str, local_files_only: bool = False) -> str | None:
+    return cached_file(
+        checkpoint,
+        name,
+        local_files_only=local_files_only,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+
+
+def recorded_task(checkpoint: str) -> tuple[str | None, dict]:
+    """The task that a checkpoint was trained on, and its settings, by its own record; None if there is none."""
+    path = find_file(checkpoint, run_record.RUN)
     if path is None:
-        raise UsageError(f"{checkpoint} has no {run_record.RUN}, so --task is needed.")
+        return None, {}
     arguments = json.loads(Path(path).read_text(encoding="utf-8"))["arguments"]
     return arguments["task"], part(arguments, "task")
 
 
-def load_model(checkpoint: str, task: Task, trust_remote_code: bool = False):
-    """The model of a checkpoint, if it can do the task at all."""
+def load_model(checkpoint: str, task: Task, refusal: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """
+    The model of a checkpoint, if it can do the task at all.
+
+    Args:
+        refusal: What to say if it cannot; the reason follows.
+    """
+    options = {"trust_remote_code": trust_remote_code}
     try:
-        model, loading = auto_class(task).from_pretrained(
-            checkpoint, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
+        config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
+        # Before the weights, about which transformers would have much to say.
+        reason = why_not(config, task)
+        if reason:
+            raise UsageError(f"{refusal}: {reason}.")
+        model, loading = auto_class(task).from_pretrained(checkpoint, output_loading_info=True, **options)
+    except UsageError:
+        raise
     except (OSError, ValueError) as error:
         raise UsageError(f"{checkpoint} cannot be loaded: {error}") from error
+    if loading["missing_keys"]:
+        raise UsageError(f"{refusal}: it has no weights called {', '.join(sorted(loading['missing_keys']))}.")
+    return model
+
+
+def why_not(config: PreTrainedConfig, task: Task) -> str | None:
+    """Why a model of this configuration cannot do a task; None if it can."""
+    head = head_of(task).removeprefix("AutoModel")
+    architecture = (config.architectures or [head])[0]
+    if not architecture.endswith(head):
+        return f"it is a {architecture}, the task is for a model {head}"
     # Whether episodes are weighed alike matters to the loss only.
     needed = {name: x for name, x in task.model_fields.items() if name != "episode_loss"}
-    found = {name: getattr(model.config, name, None) for name in needed}
-    if found != needed or loading["missing_keys"]:
-        raise UsageError(
-            f"{checkpoint} was not trained on such a task: it has {found}"
-            f"{' and another head' if loading['missing_keys'] else ''}, the task needs {needed}."
-        )
-    return model
+    found = {name: getattr(config, name, None) for name in needed}
+    if found != needed:
+        has, needs = (", ".join(f"{name}={x}" for name, x in sizes.items()) for sizes in (found, needed))
+        return f"it has {has}, the task needs {needs}"
+    # Two groups may have as many elements; a checkpoint that names its letters names its elements too.
+    names = task.model_names if getattr(config, "token_names", None) else {}
+    if any(getattr(config, name) != x for name, x in names.items()):
+        return "its letters and elements have other names"
+    return None

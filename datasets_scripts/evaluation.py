@@ -36,7 +36,7 @@ def evaluate(
     """
     if getattr(task, "packed", False):
         task = dataclasses.replace(task, packed=False)
-    splits = [name for name in task.splits if name != "validation"] if splits is None else list(splits)
+    splits = list(task.test_sizes if splits is None else splits)
     for split in splits:
         task.check_split(split, 0, 0)
     results, training = {}, model.training
@@ -103,9 +103,3 @@ def scalars(metrics: dict) -> dict[str, float]:
 def main_metric(task: Task) -> str:
     """The metric that the tables show."""
     return "final_accuracy" if "vocab_size" in task.model_fields else "success"
-
-
-def split_sizes(task: Task) -> dict[str, int]:
-    """The test sets by name, with the length of their words or the number of windows of their episodes."""
-    names = [name for name in task.splits if name != "validation"]
-    return dict(zip(names, getattr(task, "test_lengths", None) or task.test_windows, strict=True))

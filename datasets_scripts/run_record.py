@@ -16,7 +16,7 @@ from ..configuration.atomic_files import write_atomically
 from ..configuration.citations import bibtex
 from ..configuration.presets import MODELS
 from ..modeling.resumable_trainer import is_whole, last_whole_checkpoint
-from .evaluation import main_metric, split_sizes
+from .evaluation import main_metric
 from .training_run import LAST, TrainingRun, UsageError
 
 RUN, RESULTS, CARD_FILE, PLOT = "run.json", "results.json", "README.md", "results.png"
@@ -199,7 +199,7 @@ def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False) -
     metric, results = summary["metric"], summary["results"]
     rows = [
         f"| `{split}` | {size:,} | {100 * results[split][metric]:.2f} % | {100 * results[split]['chance']:.2f} % |"
-        for split, size in split_sizes(run.task).items()
+        for split, size in run.task.test_sizes.items()
     ]
     text = CARD.format(
         model=run.model_name,

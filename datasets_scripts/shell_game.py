@@ -39,7 +39,8 @@ class ShellGame(Task):
         demonstrator: "reach" rests at the centre until the cue, "track" points at the ball's slot in every frame. The
             paper does not say which; with "reach" plain Mamba-3 comes nearer to its figures (results/README.md).
         packed: Whether batches of different lengths are packed with `cu_seqlens` instead of padded with a mask.
-        test_windows: Windows of the test sets. With jitter all of them hold a swap; without, K is uniform from 0.
+        test_windows: Windows of the test sets; None for `windows` and twice that, with jitter also 3, 4, 6 and 8 times
+            that. With jitter all of them hold a swap; without, K is uniform from 0.
         test_size: Episodes in each test set.
     """
 
@@ -50,7 +51,7 @@ class ShellGame(Task):
     jitter: bool = False
     demonstrator: str = "reach"
     packed: bool = False
-    test_windows: tuple[int, ...] = (16, 32)
+    test_windows: tuple[int, ...] | None = None
     test_size: int = 4096
 
     def __post_init__(self):
@@ -67,7 +68,7 @@ class ShellGame(Task):
             raise ValueError(
                 f"start_swaps={self.start_swaps} is not allowed: it must be 0 to max_swaps={self.max_swaps}."
             )
-        for windows in self.test_windows:
+        for windows in self.test_windows or ():
             check_at_least("test_windows", windows, 0)
 
     @property
@@ -84,12 +85,20 @@ class ShellGame(Task):
         return f"shell/{'jitter' if self.jitter else 'fixed'}"
 
     @property
+    def settings(self) -> dict:
+        return super().settings | {"test_windows": tuple(self.test_sizes.values())}
+
+    @property
+    def test_sizes(self) -> dict[str, int]:
+        names = {} if self.jitter else FIXED_TEST_NAMES
+        sizes = self.test_windows
+        if sizes is None:
+            sizes = [self.windows * times for times in ((1, 2, 3, 4, 6, 8) if self.jitter else (1, 2))]
+        return {names.get(windows, f"test_{windows}"): windows for windows in sizes}
+
+    @property
     def splits(self) -> dict[str, int]:
-        if self.jitter:
-            names = [f"test_{windows}" for windows in self.test_windows]
-        else:
-            names = [FIXED_TEST_NAMES.get(windows, f"test_{windows}") for windows in self.test_windows]
-        return {"validation": min(512, self.test_size)} | dict.fromkeys(names, self.test_size)
+        return {"validation": min(512, self.test_size)} | dict.fromkeys(self.test_sizes, self.test_size)
 
     def largest_swaps(self, step: int) -> int:
         """The largest K at a step: with a curriculum it grows over the first part of training."""
@@ -107,7 +116,7 @@ class ShellGame(Task):
         self.check_split(split, start, stop)
         if split == "validation":
             return self.draw(split, 0, 0, start, stop - start, self.windows, self.max_swaps)
-        windows = dict(zip([*self.splits][1:], self.test_windows, strict=True))[split]
+        windows = self.test_sizes[split]
         return self.draw(split, 0, 0, start, stop - start, windows, windows, all_swap=self.jitter)
 
     def draw(
@@ -128,7 +137,7 @@ class ShellGame(Task):
         observations = observe(slot, pair, lifted, swapping, ends, motions, cue, num_frames)
         return {
             "observations": observations,
-            "actions": self.demonstrate(slots, ends, cue, num_frames),
+            "labels": self.demonstrate(slots, ends, cue, num_frames),
             "num_frames": num_frames,
             "num_swaps": num_swaps,
             "swaps": np.where(swapping, pair, -1),
@@ -161,7 +170,7 @@ class ShellGame(Task):
 
     def model_inputs(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Episodes of one length as they are; of different lengths packed, or padded with a mask and labels of -100."""
-        observations, labels = (torch.from_numpy(arrays[name]) for name in ("observations", "actions"))
+        observations, labels = (torch.from_numpy(arrays[name]) for name in ("observations", "labels"))
         num_frames = torch.from_numpy(arrays["num_frames"])
         inside = torch.arange(observations.shape[1]) < num_frames[:, None]
         if inside.all():

@@ -5,6 +5,10 @@ Draws an episode or a word of a task, or prints it.
 """
 
 import argparse
+import os
+import signal
+import sys
+from colorsys import hsv_to_rgb
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +17,9 @@ from .shell_game import CUE, CUPS, RESPONSE_FRAMES, REVEAL_FRAMES, SLOTS, ShellG
 from .task import Task
 from .tasks import TASKS, make_task
 from .words import GroupWords
+
+NO_MATPLOTLIB = "Pictures need matplotlib: pip install 'mamba3_nplr[plot]'."
+LONGEST_WITH_NUMBERS = 80  # letters of a word whose picture has room for a number in each field
 
 
 def describe(task: Task, split: str, index: int) -> str:
@@ -35,7 +42,7 @@ def figure_class():
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install 'mamba3_nplr[plot]'.") from error
+        raise ImportError(NO_MATPLOTLIB) from error
     return Figure
 
 
@@ -45,7 +52,7 @@ def one_row(task: Task, split: str, index: int) -> dict[str, np.ndarray]:
     row = {name: array[0] for name, array in task.rows(split, index, index + 1).items()}
     if isinstance(task, ShellGame):
         frames = row["num_frames"]
-        row |= {name: row[name][:frames] for name in ("observations", "actions")}
+        row |= {name: row[name][:frames] for name in ("observations", "labels")}
     return row
 
 
@@ -74,17 +81,38 @@ def describe_episode(row: dict[str, np.ndarray]) -> str:
 
 
 def draw_word(axes, task: GroupWords, row: dict[str, np.ndarray]) -> None:
-    """Where each point is after each letter: the point at the bottom of a line's start follows the line."""
-    products = task.algebra.elements[np.concatenate([[0], row["labels"]])]  # (length + 1, degree)
-    for point in range(products.shape[1]):
-        axes.plot(products[:, point], label=str(point), linewidth=1.6, alpha=0.9)
-    axes.set(xlabel="letters read", ylabel="place", title=f"Word over {task.group}: where each point has been taken")
-    axes.set_yticks(range(products.shape[1]))
-    axes.margins(x=0.01)
+    """Which point is at which place after each letter, by color; with numbers and letters where they can be read."""
+    places = task.algebra.elements[np.concatenate([[0], row["labels"]])]  # (length + 1, degree): where each point is
+    points, degree = np.argsort(places, axis=1).T, places.shape[1]
+    colors = point_colors(degree)
+    axes.imshow(points, aspect="auto", origin="lower", interpolation="nearest", cmap=colors, vmin=0, vmax=degree - 1)
+    for point in range(degree):
+        axes.plot([], [], "s", color=colors(point), label=f"point {point}")
+    if points.shape[1] <= LONGEST_WITH_NUMBERS:
+        for (place, step), point in np.ndenumerate(points):
+            axes.text(step, place, point, ha="center", va="center", fontsize=7)
+        letters = axes.secondary_xaxis("top")
+        letters.set_xticks(range(1, points.shape[1]), [task.model_names["token_names"][x] for x in row["input_ids"]])
+        letters.tick_params(labelsize=6, length=0)
+        letters.set_xlabel("letter read", fontsize=8)
+    axes.set(
+        xlabel="number of letters read",
+        ylabel="place",
+        title=f"Word over {task.group.upper()}: the point at each place",
+    )
+    axes.set_yticks(range(degree))
+    axes.legend(loc="upper center", ncols=min(degree, 10), fontsize=8, bbox_to_anchor=(0.5, -0.18), frameon=False)
+
+
+def point_colors(degree: int):
+    """A light color for each point, so that numbers can be read on them."""
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap([hsv_to_rgb(point / degree, 0.4, 1.0) for point in range(degree)])
 
 
 def draw_episode(axes, row: dict[str, np.ndarray]) -> None:
-    observations, actions = row["observations"], row["actions"]
+    observations, actions = row["observations"], row["labels"]
     frames = np.arange(len(observations))
     axes.axvspan(-0.5, REVEAL_FRAMES - 0.5, color="gold", alpha=0.35, label="reveal")
     axes.axvspan(len(frames) - RESPONSE_FRAMES - 0.5, len(frames) - 0.5, color="green", alpha=0.25, label="reach")
@@ -129,6 +157,11 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             draw(task, given.split, given.index, given.out)
             print(f"Wrote {given.out}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough, as `head` has. Python would flush once more when it exits, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
 

@@ -1,7 +1,7 @@
 """What a task is: it makes its training batches, its evaluation sets and its metrics."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -59,6 +59,16 @@ class Task(ABC):
     def model_names(self) -> dict:
         """Names for the model's configuration, of what it reads and predicts, by which pipelines speak of them."""
         return {}
+
+    @property
+    def settings(self) -> dict:
+        """All fields by name, those that are None and follow from others as they turn out."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    @abstractmethod
+    def test_sizes(self) -> dict[str, int]:
+        """The test sets by name, with the length of their words or the number of windows of their episodes."""
 
     @property
     @abstractmethod

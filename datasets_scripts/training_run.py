@@ -183,9 +183,7 @@ def parse_fields(arguments: list[str]) -> tuple[dict, dict, dict]:
     parser = make_parser()
     own_names = [f.name for f in dataclasses.fields(RunArguments)]
     defaults = {action.dest: parser.get_default(action.dest) for action in parser._actions}
-    names = vars(parser.parse_known_args(arguments)[0])
-    for kind, known in (("task", TASKS), ("model", MODELS), ("preset", PRESETS)):
-        check_name(kind, names[kind], known)
+    names = parse_names(parser, arguments)
     parser.set_defaults(**PRESETS[names["preset"]].training | MODELS[names["model"]].training)
     parser.set_defaults(**dict.fromkeys(SETTLED_LATER))
     namespace, unknown = parser.parse_known_args(arguments)
@@ -197,6 +195,14 @@ def parse_fields(arguments: list[str]) -> tuple[dict, dict, dict]:
             raise UsageError(f"--{name} cannot be used: {reason}.")
     values["num_train_epochs"] = defaults["num_train_epochs"]
     return {name: values.pop(name) for name in own_names}, values, defaults
+
+
+def parse_names(parser: HfArgumentParser, arguments: list[str]) -> dict[str, str]:
+    """The task, the model and the preset that a command line names."""
+    given = vars(parser.parse_known_args(arguments)[0])
+    for kind, known in (("task", TASKS), ("model", MODELS), ("preset", PRESETS)):
+        check_name(kind, given[kind], known)
+    return {kind: given[kind] for kind in ("task", "model", "preset")}
 
 
 def make_parser(everything: bool = False) -> HfArgumentParser:
@@ -228,17 +234,24 @@ def make_parser(everything: bool = False) -> HfArgumentParser:
     return parser
 
 
-def help_text(everything: bool = False, model: str = "nplr", task: str = "s5_generators") -> str:
+def help_text(arguments: Iterable[str] = (), everything: bool = False) -> str:
+    """
+    Args:
+        arguments: A command line; the help is about the task, the model and the preset that it names.
+        everything: Whether to describe all fields of TrainingArguments, and not only those often used.
+    """
     parser = make_parser(everything)
-    model_type, settings = MODELS[model].model_type, TASKS[task]
-    shown = dataclasses.fields(CONFIG_MAPPING[model_type])
+    _, arguments = split_overrides(list(arguments))
+    names = parse_names(parser, read_file(find_config(arguments))[1] + arguments)
+    _, _, task, fields, _ = resolve([f"--{kind}={name}" for kind, name in names.items()])
+    shown = dataclasses.fields(CONFIG_MAPPING[MODELS[names["model"]].model_type])
     inherited = {f.name for f in dataclasses.fields(PreTrainedConfig)}
-    own = [f"{f.name}={f.default!r}" for f in shown if f.name not in inherited]
-    of_task = [f"{f.name}={getattr(settings, f.name)!r}" for f in dataclasses.fields(settings)]
+    of_model = [f"{f.name}={fields.get(f.name, f.default)!r}" for f in shown if f.name not in inherited]
+    of_task = [f"{name}={x!r}" for name, x in task.settings.items()]
     hidden = [] if everything else [f.name for f in dataclasses.fields(TrainingArguments) if f.name not in OFTEN_USED]
     parts = [
-        ("fields of the model, here of " + model + ": --model.FIELD VALUE", own),
-        ("settings of the task, here of " + task + ": --task.FIELD VALUE", of_task),
+        (f"fields of the model, here of {names['model']} (--model): --model.FIELD VALUE", of_model),
+        (f"settings of the task, here of {names['task']} (--task): --task.FIELD VALUE", of_task),
         ("other fields of TrainingArguments (--help_all describes them): --FIELD VALUE", hidden),
     ]
     epilog = "\n\n".join(f"{title}\n{wrapped(names)}" for title, names in parts if names)
@@ -417,7 +430,7 @@ def by_full_name(own: dict, task: Task, fields: dict, values: dict, defaults: di
     training = {name: x for name, x in values.items() if name not in left_out and x != defaults[name]}
     return {
         **{name: own[name] for name in ("task", "model", "preset")},
-        **{f"task.{f.name}": getattr(task, f.name) for f in dataclasses.fields(task)},
+        **{f"task.{name}": x for name, x in task.settings.items()},
         **{f"model.{name}": x for name, x in fields.items()},
         **{name: getattr(x, "value", x) for name, x in training.items() if isinstance(x, str | int | float | list)},
     }

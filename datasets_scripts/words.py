@@ -21,7 +21,7 @@ class GroupWords(Task):
         inputs: "elements" draws letters from the whole group, "generators" from its generators only.
         length: Length of the words, in training at the end of the curriculum.
         start_length: Length at the start of a curriculum that grows to `length`; None for none.
-        test_lengths: Lengths of the test sets.
+        test_lengths: Lengths of the test sets; None for `length` and 2, 4, 8, 16 and 32 times that.
         test_size: Words in each test set.
     """
 
@@ -29,7 +29,7 @@ class GroupWords(Task):
     inputs: str = "generators"
     length: int = 64
     start_length: int | None = None
-    test_lengths: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
+    test_lengths: tuple[int, ...] | None = None
     test_size: int = 512
 
     def __post_init__(self):
@@ -40,7 +40,7 @@ class GroupWords(Task):
         if self.start_length is not None:
             check_at_least("start_length", self.start_length, 1)
             check_at_least("length", self.length, self.start_length)
-        for length in self.test_lengths:
+        for length in self.test_lengths or ():
             check_at_least("test_lengths", length, 1)
         if len(self.letters) == 0:
             raise ValueError(f"group={self.group!r} has no generators; inputs must be 'elements'.")
@@ -103,14 +103,25 @@ class GroupWords(Task):
         return f"words/{self.group}/{self.inputs}"
 
     @property
+    def settings(self) -> dict:
+        return super().settings | {"test_lengths": tuple(self.test_sizes.values())}
+
+    @property
+    def test_sizes(self) -> dict[str, int]:
+        lengths = self.test_lengths
+        if lengths is None:
+            lengths = [self.length * times for times in (1, 2, 4, 8, 16, 32)]
+        return {f"test_{length}": length for length in lengths}
+
+    @property
     def splits(self) -> dict[str, int]:
-        return {"validation": self.test_size} | {f"test_{length}": self.test_size for length in self.test_lengths}
+        return dict.fromkeys(["validation", *self.test_sizes], self.test_size)
 
     def rows(self, split: str, start: int, stop: int) -> dict[str, np.ndarray]:
         if split == "train":
             return self.draw("train_set", 0, 0, start, stop - start, self.length)
         self.check_split(split, start, stop)
-        length = self.length if split == "validation" else int(split.removeprefix("test_"))
+        length = self.length if split == "validation" else self.test_sizes[split]
         return self.draw(split, 0, 0, start, stop - start, length)
 
     def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict[str, float | list[float]]:

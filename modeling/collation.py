@@ -3,6 +3,8 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+ARGUMENTS = ("input_ids", "observations", "inputs_embeds", "attention_mask", "position_ids", "labels")
+
 
 def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
     """
@@ -11,10 +13,11 @@ def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
     Args:
         rows: Each with `input_ids` (length,), `observations` (length, observation_size) or `inputs_embeds` (length,
             hidden_size), and perhaps `labels`, for the whole sequence or for every position; lists, arrays or tensors.
+            What a dataset has beside the arguments of the models is left out.
 
     Where lengths differ, the ends are padded: `attention_mask` is then 0 there and labels are -100, which do not count.
     """
-    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0]}
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0] if name in ARGUMENTS}
     batch = {name: pad_column(name, values) for name, values in columns.items()}
     inputs = next(name for name in ("input_ids", "observations", "inputs_embeds") if name in columns)
     lengths = torch.tensor([len(x) for x in columns[inputs]])

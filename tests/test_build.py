@@ -2,6 +2,7 @@
 
 import errno
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,17 @@ import pytest
 import torch
 from datasets import load_dataset
 from huggingface_hub import DatasetCard
+from mamba3_nplr import Mamba3NPLRConfig, pad_sequences
+from mamba3_nplr.configuration.checksums import changed_files
 from mamba3_nplr.configuration.citations import CITATIONS
 from mamba3_nplr.datasets_scripts import build as building
 from mamba3_nplr.datasets_scripts import show as showing
 from mamba3_nplr.datasets_scripts.columns import from_arrow, read_columns, to_arrow
+from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from matplotlib.figure import Figure
+from training_program import TINY_MODEL
+from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.usefixtures("small_test_sets")
 
@@ -47,7 +54,7 @@ def test_load_dataset_reads_every_split(built, tmp_path):
                     continue
                 frames = made["num_frames"][i]
                 assert np.array_equal(np.float32(row["observations"]), made["observations"][i, :frames])
-                assert np.array_equal(np.float32(row["actions"]), made["actions"][i, :frames])
+                assert np.array_equal(np.float32(row["labels"]), made["labels"][i, :frames])
                 assert row["swaps"] == made["swaps"][i].tolist()
                 assert (row["num_swaps"], row["ball_slot"]) == (made["num_swaps"][i], made["ball_slot"][i])
 
@@ -58,7 +65,7 @@ def test_columns_and_names(built, tmp_path):
     names = words.features["labels"].feature
     assert names.num_classes == 120 and names.int2str(24) == "1 0 2 3 4"
     episodes = load(built, "shell", "test_standard", tmp_path / "cache")
-    assert episodes.column_names == ["observations", "actions", "num_swaps", "swaps", "ball_slot"]
+    assert episodes.column_names == ["observations", "labels", "num_swaps", "swaps", "ball_slot"]
 
 
 def test_streaming(built):
@@ -71,7 +78,7 @@ def test_the_reader_makes_tensors(built, tmp_path):
     task = make_task("shell", test_size=6)
     columns = read_columns(load(built, "shell", "train", tmp_path / "cache"))
     made = task.rows("train", 0, 20)
-    for name in ("observations", "actions", "swaps", "num_swaps", "ball_slot"):
+    for name in ("observations", "labels", "swaps", "num_swaps", "ball_slot"):
         assert torch.equal(columns[name], torch.from_numpy(made[name]).to(columns[name].dtype))
     part = load(built, "shell", "train", tmp_path / "cache").select(range(5, 9))
     assert torch.equal(read_columns(part)["observations"], columns["observations"][5:9])
@@ -83,6 +90,33 @@ def test_the_reader_packs_what_differs_in_length(built, tmp_path):
     expected = task.model_inputs(task.rows("test_32", 0, 6))
     assert torch.equal(columns["observations"], expected["observations"])
     assert torch.equal(columns["cu_seqlens"], expected["cu_seqlens"])
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("remove_unused_columns", [True, False])
+def test_trainer_trains_on_what_was_built(name, remove_unused_columns, built, tmp_path):
+    task = make_task(name)
+    model = auto_class(task).from_config(Mamba3NPLRConfig(**TINY_MODEL, **task.model_fields))
+    by_hand = task.model_inputs(task.rows("train", 0, 20))
+    rows = load(built, name, "train", tmp_path / "cache")
+    arguments = TrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=3,
+        per_device_train_batch_size=20,  # every update sees all rows, in whatever order
+        per_device_eval_batch_size=20,
+        logging_steps=1,
+        remove_unused_columns=remove_unused_columns,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=pad_sequences)
+    before = model(**by_hand).loss.item()
+    trainer.train()
+    after = model(**by_hand).loss.item()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[0] == pytest.approx(before, rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(after, rel=1e-5) and after < before
 
 
 @pytest.mark.parametrize("lengths", [[3, 3, 3, 3], [3, 1, 2, 3]])
@@ -109,8 +143,22 @@ def test_the_card_is_valid(built):
     assert list(card_configs) == TASKS and card.data.license == "apache-2.0"
     assert "episode.png" in card.text and (built / "episode.png").stat().st_size > 10_000
     assert "--train_size 20 --tasks s5_generators shell shell_jitter" in card.text
-    for column in ("input_ids", "labels", "observations", "actions", "num_swaps", "swaps", "ball_slot"):
+    for column in ("input_ids", "labels", "observations", "num_swaps", "swaps", "ball_slot"):
         assert f"| `{column}` |" in card.text
+    assert "| `labels` | frames x 2 float32 |" in card.text
+
+
+def test_a_build_without_matplotlib_goes_without_a_picture(tmp_path):
+    out = tmp_path / "out"
+    script = "import sys; sys.modules['matplotlib'] = None; from mamba3_nplr.datasets_scripts.build import main; main()"
+    command = [sys.executable, "-c", script, str(out), "--train_size", "5", "--tasks", "z5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    [line] = [line for line in done.stdout.splitlines() if "picture" in line]
+    assert "pip install 'mamba3_nplr[plot]'" in line
+    assert not (out / "episode.png").exists() and "episode.png" not in (out / "README.md").read_text()
+    assert "matplotlib" not in json.loads((out / "build.json").read_text())["versions"]
+    assert not changed_files(out, json.loads((out / "checksums.json").read_text()))
+    assert len(load(out, "z5", "train", tmp_path / "cache")) == 5
 
 
 def test_a_stopped_build_goes_on(tmp_path, monkeypatch, capsys):
@@ -197,7 +245,31 @@ def test_show_draws_and_prints(name, tmp_path, capsys):
 def test_the_drawn_path_is_that_of_the_tracking_demonstrator(name):
     for index in range(30):
         row = showing.one_row(make_task(name, demonstrator="track"), "validation", index)
-        assert np.array_equal(showing.ball_path(row), row["actions"][:, 0])
+        assert np.array_equal(showing.ball_path(row), row["labels"][:, 0])
+
+
+@pytest.mark.parametrize(("name", "length"), [("z5", 64), ("s5_generators", 512)])
+def test_the_picture_of_a_word_shows_every_point_at_its_place(name, length):
+    task = make_task(name)
+    row = showing.one_row(task, f"test_{length}", 0)
+    axes = Figure().add_subplot()
+    showing.draw_word(axes, task, row)
+    [image] = axes.images
+    for step, label in enumerate([0, *row["labels"]]):
+        for point, place in enumerate(task.algebra.elements[label]):
+            assert image.get_array()[place, step] == point
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"point {i}" for i in range(5)]
+    assert len(axes.texts) == (5 * 65 if length == 64 else 0)
+    colors = {tuple(image.cmap(point)) for point in range(5)}
+    assert len(colors) == 5 and {tuple(line.get_color()) for line in axes.lines} == colors
+
+
+def test_a_reader_that_has_seen_enough_is_no_mistake():
+    command = [sys.executable, "-m", "mamba3_nplr.datasets_scripts.show", "z5", "--split", "test_2048"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith(" step")
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 128 + signal.SIGPIPE
 
 
 def test_show_refuses_what_is_not_there(capsys):

@@ -30,6 +30,11 @@ def test_padding_changes_no_loss(kind):
     assert model(**batch).loss.item() == pytest.approx(np.average(alone, weights=LENGTHS), rel=1e-5)
 
 
+def test_what_is_no_argument_of_the_models_is_left_out():
+    noted = [row | {"num_swaps": 3, "swaps": [1] * i, "name": "a"} for i, row in enumerate(rows_of("episodes"))]
+    assert pad_sequences(noted).keys() == {"observations", "labels", "attention_mask"}
+
+
 def test_a_label_for_the_whole_sequence_stays_one():
     batch = pad_sequences([{"input_ids": [1, 2], "labels": 3}, {"input_ids": [1], "labels": 0}])
     assert batch["labels"].tolist() == [3, 0] and batch["input_ids"].tolist() == [[1, 2], [1, 0]]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRConfig
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
-from mamba3_nplr.datasets_scripts.evaluation import evaluate, join, main_metric, predict, split_sizes
+from mamba3_nplr.datasets_scripts.evaluation import evaluate, join, main_metric, predict
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from training_program import TINY_MODEL
@@ -37,7 +37,7 @@ def whole_prediction(model, task, rows):
 def test_figures_do_not_depend_on_the_passes(name, batch_size, piece_length):
     task, model = make(name)
     expected = {}
-    for split in split_sizes(task):
+    for split in task.test_sizes:
         rows = task.rows(split, 0, 10)
         expected[split] = task.metrics(whole_prediction(model, task, rows), rows)
     found = evaluate(model.float(), task, batch_size=batch_size, piece_length=piece_length)
@@ -95,8 +95,6 @@ def test_chance():
 
 
 def test_names():
-    assert split_sizes(make_task("shell")) == {"test_standard": 16, "test_extended": 32}
-    assert split_sizes(make_task("z5", test_lengths=(4, 8))) == {"test_4": 4, "test_8": 8}
     assert main_metric(make_task("z5")) == "final_accuracy" and main_metric(make_task("shell")) == "success"
     task, model = make("s5_generators")
     with pytest.raises(ValueError, match="split='test_7' is unknown"):

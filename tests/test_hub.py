@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from hub_client import FAULTS, READ_ONLY, TOKENS, run_script
+from hub_client import FAULTS, READ_ONLY, TOKENS, run_client, run_script
 from hub_server import HubServer
 from huggingface_hub.errors import HTTPError
 from mamba3_nplr.datasets_scripts.build import build
 from mamba3_nplr.modeling.hub_errors import clear_errors
+from training_program import PROGRAM
 from without_package import BLOCKER
 
 DATASETS = textwrap.dedent(
@@ -414,6 +415,9 @@ TRAINING = FAULTS + textwrap.dedent(
     program.main(["evaluate", "user/trained", "--out=found.json"])
     found, results = (json.loads(Path(name).read_text()) for name in ("found.json", "run/results.json"))
     assert found["results"] == results["results"]
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        program.main(["evaluate", "user/nosuch"])
+    assert "user/nosuch is neither a folder here nor a repository that the Hub shows" in said.getvalue()
 
     # Uploads that fail do not end the training, and nothing is lost.
     faults(cut_uploads=1000)
@@ -521,7 +525,7 @@ def test_cut_connections_and_damaged_files(hub, run):
     assert not list(hub.folder.rglob("*.part"))
 
 
-def test_a_finished_run_is_uploaded(hub, run, tmp_path):
+def test_a_finished_run_is_uploaded_and_evaluated(hub, run, tmp_path):
     run(TRAINING, ":".join([str(Path(__file__).parent), *filter(None, sys.path)]))
     repository = hub.repository("user/trained")
     names = set(repository.files())
@@ -540,3 +544,11 @@ def test_a_finished_run_is_uploaded(hub, run, tmp_path):
     for name in ("README.md", "model.safetensors", "results.json", "results.png"):
         assert repository.read(name) == (tmp_path / "run" / name).read_bytes()
     assert b"model-index" in repository.read("README.md") and b'"user/trained"' in repository.read("README.md")
+    # Where the Hub cannot be reached, what was downloaded is taken, and anything else refused after one attempt.
+    gone = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home0")}
+    evaluate = [sys.executable, PROGRAM, "evaluate"]
+    found = run_client(hub, tmp_path, [*evaluate, "user/trained"], **gone)
+    assert "| test_8 |" in found.stdout and "Retrying" not in found.stderr
+    refused = run_client(hub, tmp_path, [*evaluate, "user/nosuch"], code=2, **gone)
+    assert "user/nosuch is neither a folder here nor in the cache" in refused.stderr
+    assert "Retrying" not in refused.stderr

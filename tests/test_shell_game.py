@@ -80,12 +80,12 @@ def test_the_path():
 def test_the_demonstrators():
     track_rows, reach_rows = (make_task("shell", demonstrator=d).rows("validation", 0, 30) for d in ("track", "reach"))
     assert (track_rows["observations"] == reach_rows["observations"]).all()
-    assert (track_rows["actions"][:, -12:] == reach_rows["actions"][:, -12:]).all()
-    assert not reach_rows["actions"][:, :-12].any()
-    assert not track_rows["actions"][..., 1].any()
+    assert (track_rows["labels"][:, -12:] == reach_rows["labels"][:, -12:]).all()
+    assert not reach_rows["labels"][:, :-12].any()
+    assert not track_rows["labels"][..., 1].any()
     start = track_rows["observations"][:, 0, 10:15].argmax(-1)
     for row in range(30):
-        slot, reached = start[row], track_rows["actions"][row, :, 0]
+        slot, reached = start[row], track_rows["labels"][row, :, 0]
         assert (reached[: 5 + 11] == SLOTS[slot]).all()
         for window, pair in enumerate(track_rows["swaps"][row]):
             complete = 5 + 12 * window + 11
@@ -122,6 +122,23 @@ def test_timing_jitter():
         assert (test["num_swaps"] == windows).all() and test["swaps"].shape == (3, windows)
 
 
+@pytest.mark.parametrize("windows", [0, 1, 8, 16])
+@pytest.mark.parametrize(("name", "times"), [("shell", [1, 2]), ("shell_jitter", [1, 2, 3, 4, 6, 8])])
+def test_episodes_are_tested_at_the_windows_of_training_and_beyond(name, times, windows):
+    task = make_task(name, windows=windows, max_swaps=windows, test_size=3)
+    assert list(task.test_sizes.values()) == ([windows * x for x in times] if windows else [0])
+    assert task.settings["test_windows"] == tuple(task.test_sizes.values())
+    for split, size in task.test_sizes.items():
+        assert task.rows(split, 0, 3)["swaps"].shape == (3, size)
+    chosen = make_task(name, windows=windows, max_swaps=windows, test_windows=(5, 3))
+    assert list(chosen.test_sizes.values()) == [5, 3] and chosen.settings["test_windows"] == (5, 3)
+
+
+def test_the_tests_of_the_paper():
+    assert make_task("shell").test_sizes == {"test_standard": 16, "test_extended": 32}
+    assert make_task("shell_jitter").test_sizes == {f"test_{x}": x for x in (16, 32, 48, 64, 96, 128)}
+
+
 def test_the_swap_curriculum():
     task = make_task("shell_curriculum")
     largest = [task.largest_swaps(step) for step in range(0, 20_000, 100)]
@@ -141,10 +158,10 @@ def test_the_no_tracking_prior_is_the_papers(swaps, percent):
 def test_success():
     task = make_task("shell_jitter")
     rows = task.rows("validation", 0, 200)
-    assert task.metrics(rows["actions"], rows)["success"] == 1
-    noisy = rows["actions"] + np.random.default_rng(0).normal(0, 0.2, rows["actions"].shape)
+    assert task.metrics(rows["labels"], rows)["success"] == 1
+    noisy = rows["labels"] + np.random.default_rng(0).normal(0, 0.2, rows["labels"].shape)
     assert task.metrics(noisy, rows)["success"] > 0.99
-    wrong = task.metrics(-rows["actions"] + 0.5, rows)
+    wrong = task.metrics(-rows["labels"] + 0.5, rows)
     assert wrong["success"] < 0.3
     assert sum(v * (rows["num_swaps"] == k).sum() for k, v in wrong["success_by_swaps"].items()) == pytest.approx(
         wrong["success"] * 200

@@ -16,8 +16,9 @@ import torch
 import training_program
 from hub_client import TOKENS, run_client
 from hub_server import HubServer
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from mamba3_nplr.configuration.citations import CITATIONS
+from mamba3_nplr.datasets_scripts import comparison
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling import resumable_trainer
@@ -29,7 +30,7 @@ from mamba3_nplr.modeling.resumable_trainer import (
     last_whole_checkpoint,
 )
 from model_cases import small_config
-from training_program import EPISODES, WORDS, call_at_step, log_of
+from training_program import EPISODES, TINY, WORDS, call_at_step, log_of
 from transformers import AutoModelForSequenceClassification
 
 program = training_program.load_program()
@@ -187,13 +188,41 @@ def test_evaluate_finds_what_the_run_found(whole, tmp_path, capsys):
     assert f"| {next(iter(found['results']))} |" in capsys.readouterr().out
 
 
+def test_evaluate_takes_a_model_to_a_task_of_the_same_kind(whole, capsys):
+    arguments, folder = whole
+    other = ["s5_generators", "--task.test_lengths=[3]"] if arguments is WORDS else ["shell", "--task.test_windows=[3]"]
+    program.main(["evaluate", str(folder), "--task.test_size=2", "--task", *other])
+    assert f"{folder} on {other[0]}, in per cent" in (text := capsys.readouterr().out) and "| test_3 |" in text
+
+
 def test_evaluate_refuses_another_task(whole, capsys):
     arguments, folder = whole
-    other = "z5" if arguments is WORDS else "s5_generators"
-    assert stopped(["evaluate", str(folder), f"--task={other}"]) == 2
-    assert "was not trained on such a task" in capsys.readouterr().err
+    task, others = ("s5_generators", ["z5", "shell"]) if arguments is WORDS else ("shell_jitter", ["s5_generators"])
+    for other in others:
+        assert stopped(["evaluate", str(folder), f"--task={other}"]) == 2
+        message = capsys.readouterr().err
+        assert f"was trained on {task} and cannot do {other}: it " in message
+        has, needs = message.rpartition(": it ")[2].split(", the task ")
+        assert has.split()[2:] != needs.split()[2:] and "LOAD REPORT" not in message
     assert stopped(["evaluate", str(folder), "--splits=test_7"]) == 2
     assert "split='test_7' is unknown" in capsys.readouterr().err
+
+
+def test_evaluate_refuses_a_group_of_the_same_order(tmp_path, capsys):
+    task = ["--task=s3", "--task.length=4", "--task.test_lengths=[4]", "--task.test_size=2"]
+    program.main([*TINY, *task, f"--output_dir={tmp_path / 'run'}"])
+    assert stopped(["evaluate", str(tmp_path / "run"), "--task.group=z6"]) == 2
+    assert "was trained on s3 and cannot do s3, group=z6: its letters and elements" in capsys.readouterr().err
+
+
+def test_evaluate_refuses_at_once_what_is_nowhere(capsys, monkeypatch):
+    for name in ("nosuch", "/nosuch", "a/b/c"):
+        with monkeypatch.context() as patch:
+            patch.setattr(HfApi, "model_info", lambda *arguments, **keywords: pytest.fail("the Hub was asked"))
+            assert stopped(["evaluate", name]) == 2
+        assert f"CHECKPOINT={name!r} is not allowed: it must be a folder" in capsys.readouterr().err
+    assert stopped(["evaluate", "user/nosuch"]) == 2  # the tests are offline
+    assert "neither a folder here nor in the cache" in capsys.readouterr().err
 
 
 def test_accumulated_batches_are_the_same_batches(whole, tmp_path):
@@ -351,6 +380,8 @@ def test_compare_trains_each_and_reports(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "| model | parameters | length 8 | length 20 |" in text and "| chance |" in text and "evaluate" in text
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    comparison.main([str(tmp_path / "out" / "comparison.json"), str(tmp_path / "again.png")])
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "out" / "comparison.png").read_bytes()
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert list(written) == ["mamba3", "nplr"]
     for name in written:

@@ -67,7 +67,7 @@ def test_file_and_command_line_have_precedence_in_this_order(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps({"arguments": run.arguments}))
     again = parse_run([f"--config={tmp_path / 'run.json'}"])
     assert again.differences(json.loads(json.dumps(run.arguments))) == []
-    assert again.task == run.task and again.config.to_dict() == run.config.to_dict()
+    assert again.task.settings == run.task.settings and again.config.to_dict() == run.config.to_dict()
 
 
 def test_sizes_agree_however_they_are_given(monkeypatch):
@@ -156,6 +156,32 @@ def test_help_is_short_and_complete():
         assert name in text, name
     everything = help_text(everything=True)
     assert "--adam_beta2" in everything and len(everything) > 2 * len(text)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("model", ["gdn", "nplr_exact"])
+def test_help_is_about_the_task_and_the_model_that_are_named(task, model, tmp_path):
+    run = parse_run([f"--task={task}", f"--model={model}", "--preset=paper"])
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": run.arguments}))
+    for arguments in (
+        ["--task", task, "--help", f"--model={model}", "--preset", "paper", "--task.length=3"],
+        [f"--config={tmp_path / 'run.json'}", "--help"],
+    ):
+        text = help_text(arguments).replace("\n  ", " ")
+        assert f"here of {task} (" in text and f"here of {model} (" in text
+        for name, x in [*run.task.settings.items(), *MODELS[model].fields.items()]:
+            assert f" {name}={x!r}" in text, name
+
+
+def test_help_refuses_unknown_names():
+    with pytest.raises(UsageError, match="task='shel' is unknown. Did you mean `shell`"):
+        help_text(["--help", "--task=shel"])
+
+
+def test_the_record_says_what_was_tested():
+    run = parse_run(["--task=shell", "--task.windows=8", "--task.max_swaps=8"])
+    assert run.arguments["task.test_windows"] == run.changed["task.test_windows"] == (8, 16)
+    assert "task.test_windows" not in parse_run(["--task=shell"]).changed
 
 
 def test_secrets_are_not_recorded():

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 from mamba3_nplr.datasets_scripts.counter_random import CounterRandom, checksum
+from mamba3_nplr.datasets_scripts.evaluation import join
 from mamba3_nplr.datasets_scripts.groups import make_group
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.datasets_scripts.words import GroupWords
@@ -76,6 +77,14 @@ def test_the_tasks_of_the_paper():
     assert s5.splits == {"validation": 512} | {f"test_{2**i}": 512 for i in range(6, 12)}
 
 
+def test_words_are_tested_at_the_length_of_training_and_beyond():
+    task = make_task("z5", length=10)
+    assert task.test_sizes == {f"test_{10 * 2**i}": 10 * 2**i for i in range(6)}
+    assert task.settings["test_lengths"] == (10, 20, 40, 80, 160, 320)
+    assert task.rows("test_40", 0, 2)["labels"].shape == (2, 40)
+    assert make_task("z5", length=10, test_lengths=(4, 8)).test_sizes == {"test_4": 4, "test_8": 8}
+
+
 def test_the_length_curriculum():
     task = make_task("s5_generators")
     lengths = [task.training_length(step) for step in range(0, 60_000, 1_000)]
@@ -98,20 +107,18 @@ def test_batches_do_not_depend_on_the_number_of_processes(world_size):
     for task in (make_task("s5_generators"), make_task("shell"), make_task("shell_jitter")):
         whole = task.arrays(seed=1, step=2)
         parts = [task.arrays(1, 2, rank, world_size) for rank in range(world_size)]
-        for name in ("labels", "num_frames", "ball_slot", "swaps"):
-            if name in whole:
-                assert (np.concatenate([part[name] for part in parts]) == whole[name]).all()
+        for name, column in whole.items():
+            assert np.array_equal(join([part[name] for part in parts]), column)
 
 
 def test_rows_do_not_depend_on_how_they_are_read():
     sets = (("s5_generators", "test_128"), ("z5", "train"), ("shell", "test_standard"), ("shell_jitter", "train"))
-    for name, split in sets:
-        task = make_task(name)
+    for task_name, split in sets:
+        task = make_task(task_name)
         whole = task.rows(split, 0, 12)
         parts = [task.rows(split, 0, 5), task.rows(split, 5, 12)]
-        for column in ("labels", "swaps", "ball_slot"):
-            if column in whole:
-                assert (np.concatenate([part[column] for part in parts]) == whole[column]).all()
+        for name, column in whole.items():
+            assert np.array_equal(join([part[name] for part in parts]), column)
 
 
 def test_batches_are_the_same_everywhere():
