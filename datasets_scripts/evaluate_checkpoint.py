@@ -85,8 +85,8 @@ def load_model(checkpoint: str, task: Task, trust_remote_code: bool = False):
         )
     except (OSError, ValueError) as error:
         raise UsageError(f"{checkpoint} cannot be loaded: {error}") from error
-    # Whether episodes are weighed alike matters to the loss only.
-    needed = {name: x for name, x in task.model_fields.items() if name != "episode_loss"}
+    # How frames and episodes are weighed matters to the loss only.
+    needed = {name: x for name, x in task.model_fields.items() if name not in ("cue_weight", "episode_loss")}
     found = {name: getattr(model.config, name, None) for name in needed}
     if found != needed or loading["missing_keys"]:
         raise UsageError(
