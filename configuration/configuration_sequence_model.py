@@ -44,9 +44,10 @@ class SequenceModelConfig(PreTrainedConfig):
         num_hidden_layers (`int`, defaults to 1): Number of blocks.
         input_type (`"tokens"`, `"observations"` or `"embeddings"`, defaults to `"tokens"`): What the model reads:
             token ids, continuous observations, or only `inputs_embeds`. Behaviour cloning always reads observations.
-        observation_size (`int`, defaults to 16): Numbers in an observation; the last one is the cue.
+        observation_size (`int`, defaults to 16): Numbers in an observation.
         action_size (`int`, defaults to 2): Numbers in an action.
-        cue_weight (`float`, defaults to 20): Weight of the frames with the cue on in the behaviour-cloning loss.
+        cue_weight (`float`, defaults to 1): Weight in the behaviour-cloning loss of the frames with a cue on: those
+            whose last observed number is above one half. At 1 nothing is a cue, and all frames weigh alike.
         episode_loss (`bool`, defaults to `False`): Whether each episode's loss is divided by its own length before
             the mean over episodes, instead of weighing all frames alike.
         label_smoothing (`float`, defaults to 0.0): Label smoothing of the classification losses.
@@ -72,7 +73,7 @@ class SequenceModelConfig(PreTrainedConfig):
     input_type: Literal["tokens", "observations", "embeddings"] = "tokens"
     observation_size: int = 16
     action_size: int = 2
-    cue_weight: float | int = 20.0
+    cue_weight: float | int = 1.0
     episode_loss: bool = False
     label_smoothing: float | int = 0.0
     token_names: list[str] | None = None

@@ -150,8 +150,8 @@ def why_not(config: PreTrainedConfig, task: Task) -> str | None:
     architecture = (config.architectures or [head])[0]
     if not architecture.endswith(head):
         return f"it is a {architecture}, the task is for a model {head}"
-    # Whether episodes are weighed alike matters to the loss only.
-    needed = {name: x for name, x in task.model_fields.items() if name != "episode_loss"}
+    # How frames and episodes are weighed matters to the loss only.
+    needed = {name: x for name, x in task.model_fields.items() if name not in ("cue_weight", "episode_loss")}
     found = {name: getattr(config, name, None) for name in needed}
     if found != needed:
         has, needs = (", ".join(f"{name}={x}" for name, x in sizes.items()) for sizes in (found, needed))

@@ -22,6 +22,7 @@ REVEAL_FRAMES, RESPONSE_FRAMES = 5, 12
 QUIET_FRAMES, MOTION_FRAMES = 4, 8
 SHORTEST_MOTION, LONGEST_MOTION = 4, 16  # with jitter
 LIFT = 0.5
+CUE_WEIGHT = 20.0  # of a frame with the cue on, in the loss
 OBSERVATION_SIZE, ACTION_SIZE = 3 * CUPS + 1, 2
 # Where the parts of an observation begin: x and y of the cups sorted by x, the revealed slot, the cue.
 X, Y, REVEAL, CUE = 0, CUPS, 2 * CUPS, 3 * CUPS
@@ -73,7 +74,12 @@ class ShellGame(Task):
 
     @property
     def model_fields(self) -> dict:
-        return {"observation_size": OBSERVATION_SIZE, "action_size": ACTION_SIZE, "episode_loss": self.jitter}
+        return {
+            "observation_size": OBSERVATION_SIZE,
+            "action_size": ACTION_SIZE,
+            "cue_weight": CUE_WEIGHT,
+            "episode_loss": self.jitter,
+        }
 
     @cached_property
     def label_names(self) -> list[str]:

@@ -3,7 +3,8 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-ARGUMENTS = ("input_ids", "observations", "inputs_embeds", "attention_mask", "position_ids", "labels")
+INPUTS = ("input_ids", "observations", "inputs_embeds")
+ARGUMENTS = (*INPUTS, "attention_mask", "position_ids", "labels")
 
 
 def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -17,13 +18,27 @@ def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
 
     Where lengths differ, the ends are padded: `attention_mask` is then 0 there and labels are -100, which do not count.
     """
+    check_rows(rows)
     columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0] if name in ARGUMENTS}
     batch = {name: pad_column(name, values) for name, values in columns.items()}
-    inputs = next(name for name in ("input_ids", "observations", "inputs_embeds") if name in columns)
+    inputs = next(name for name in INPUTS if name in columns)
     lengths = torch.tensor([len(x) for x in columns[inputs]])
     if "attention_mask" not in batch and (lengths != lengths[0]).any():
         batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
     return batch
+
+
+def check_rows(rows: list[dict]) -> None:
+    if len(rows) == 0:
+        raise ValueError("rows is empty: a batch needs at least one row.")
+    for number, row in enumerate(rows):
+        if not any(name in row for name in INPUTS):
+            raise ValueError(
+                f"Row {number} has the keys {', '.join(map(str, row)) or 'none'}; it needs one of {', '.join(INPUTS)}, "
+                "and may have labels. Trainer itself leaves out keys that are no arguments of the model."
+            )
+        if row.keys() != rows[0].keys():
+            raise ValueError(f"Row {number} has the keys {', '.join(row)}; row 0 has {', '.join(rows[0])}.")
 
 
 def pad_column(name: str, values: list[torch.Tensor]) -> torch.Tensor:

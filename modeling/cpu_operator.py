@@ -119,6 +119,18 @@ class CompiledFunction:
         self.function(dtype)(ctypes.byref(arguments))
 
 
+def refuse_second_derivative(backward_operator) -> None:
+    """Lets the operator of a gradient say, where that is differentiated once more, what to use instead."""
+
+    def refuse(ctx, *gradients):
+        raise RuntimeError(
+            "Compiled code has no second derivative. The chunkwise scan has: give scan_backend='chunkwise' in the "
+            "configuration, or backend='chunkwise' to scan()."
+        )
+
+    backward_operator.register_autograd(refuse)
+
+
 def contiguous(names, tensors) -> dict[str, torch.Tensor | None]:
     return {name: None if x is None else x.contiguous() for name, x in zip(names, tensors, strict=True)}
 

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple, logging
 
+from .control_loop import ControlLoopMixin
 from .losses import behavior_cloning_loss, classification_loss
 from .model_inputs import Sequences, find_sequences, take_packing
-from .recurrent_cache import LayerStates
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -66,19 +68,27 @@ class HeadMixin:
         self.model.set_input_embeddings(value)
 
 
-class SequenceClassificationMixin(HeadMixin):
-    """
-    Classifies a sequence by its last token, or every prefix of it.
-
-    `labels` for the sequence train the last valid position: (batch,) class indices, or as `config.problem_type` says
-    elsewhere in transformers. `labels` with one more axis, the length, train every position.
-    """
+class ClassificationMixin(HeadMixin):
+    """What both classifiers share: the map to labels and the loss."""
 
     def __init__(self, config):
         super().__init__(config)
         self.num_labels = config.num_labels
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=config.projection_bias)
         self.post_init()
+
+    def label_loss(self, logits, labels, problem_type, valid, num_items_in_batch) -> torch.Tensor:
+        labels, smoothing = labels.to(logits.device), self.config.label_smoothing
+        return classification_loss(logits, labels, problem_type, valid, smoothing, num_items_in_batch)
+
+
+class SequenceClassificationMixin(ClassificationMixin):
+    """
+    Classifies a sequence by its last token, or every prefix of it.
+
+    `labels` for the sequence train the last valid position: (batch,) class indices, or as `config.problem_type` says
+    elsewhere in transformers. `labels` with one more axis, the length, train every position.
+    """
 
     @can_return_tuple
     def forward(
@@ -96,6 +106,16 @@ class SequenceClassificationMixin(HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> PrefixClassifierOutput:
+        """
+        Args:
+            input_ids, inputs_embeds or observations, attention_mask, position_ids, cu_seqlens, past_key_values,
+                use_cache: As in the base model. Without a mask, `config.pad_token_id` among the tokens is padding.
+            labels: (batch,) class indices for the last position, or (batch, length) for every position; with another
+                `config.problem_type` than single labels, one more axis (num_labels). An entry of -100 does not count.
+                Packed sequences have one label each, or one at every position (1, length).
+            output_prefix_logits: Whether to return `prefix_logits` also without labels for every position.
+            num_items_in_batch: Divides the sum over labels; their number if None.
+        """
         outputs, (valid, cu_seqlens) = self.encode(
             attention_mask,
             position_ids,
@@ -108,25 +128,19 @@ class SequenceClassificationMixin(HeadMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        if hidden_states.shape[1] == 0:
-            raise ValueError("The sequence is empty: sequence classification needs at least one position.")
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
             valid = input_ids != self.config.pad_token_id
         logits = self.score(last_token(hidden_states, valid, cu_seqlens))
 
+        if labels is None and num_items_in_batch is not None and not output_prefix_logits:
+            warn_of_outer_loss(num_items_in_batch, len(logits))
         loss, prefix_logits = None, None
         by_prefix = labels is not None and self.labels_every_prefix(labels, logits, hidden_states)
         if by_prefix or output_prefix_logits:
             prefix_logits = self.score(hidden_states)
         if labels is not None:
-            loss = classification_loss(
-                prefix_logits if by_prefix else logits,
-                labels.to(logits.device),
-                self.problem_type(labels),
-                valid if by_prefix else None,
-                self.config.label_smoothing,
-                num_items_in_batch,
-            )
+            predicted, counted = (prefix_logits, valid) if by_prefix else (logits, None)
+            loss = self.label_loss(predicted, labels, self.problem_type(labels), counted, num_items_in_batch)
         return PrefixClassifierOutput(
             loss=loss,
             logits=logits,
@@ -159,10 +173,22 @@ class SequenceClassificationMixin(HeadMixin):
         return shapes[tuple(labels.shape)]
 
 
+def warn_of_outer_loss(num_items_in_batch: torch.Tensor | int, sequences: int) -> None:
+    """Trainer's `label_smoothing_factor` keeps the labels, and so whether they are for every position, to itself."""
+    if not torch.compiler.is_compiling() and int(num_items_in_batch) > sequences:
+        logger.warning_once(
+            "num_items_in_batch was given without labels: a loss outside of the model, such as that of Trainer's "
+            "label_smoothing_factor, meets the logits of the last position. If the labels are for every position, give "
+            "label_smoothing in the configuration of the model instead."
+        )
+
+
 def last_token(
     hidden_states: torch.Tensor, valid: torch.Tensor | None, cu_seqlens: torch.Tensor | None
 ) -> torch.Tensor:
     """The hidden state of the last token of each sequence, (sequences, hidden_size); 0 for one that has no token."""
+    if hidden_states.shape[1] == 0:
+        raise ValueError("The sequence is empty: sequence classification needs at least one position.")
     if cu_seqlens is not None:
         last = hidden_states[0, (cu_seqlens[1:] - 1).clamp(min=0)]
         return last.masked_fill((cu_seqlens.diff() == 0)[:, None], 0.0)
@@ -173,14 +199,8 @@ def last_token(
     return hidden_states[rows, (valid * torch.arange(length, device=valid.device)).argmax(-1)]
 
 
-class TokenClassificationMixin(HeadMixin):
+class TokenClassificationMixin(ClassificationMixin):
     """Classifies every token: `labels` (batch, length), -100 where there is none."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=config.projection_bias)
-        self.post_init()
 
     @can_return_tuple
     def forward(
@@ -197,6 +217,13 @@ class TokenClassificationMixin(HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> TokenClassifierOutputWithPast:
+        """
+        Args:
+            input_ids, inputs_embeds or observations, attention_mask, position_ids, cu_seqlens, past_key_values,
+                use_cache: As in the base model.
+            labels (batch, length): Class indices; at padding, and where they are -100, they do not count.
+            num_items_in_batch: Divides the sum over labels; their number if None.
+        """
         outputs, (valid, _) = self.encode(
             attention_mask,
             position_ids,
@@ -212,14 +239,7 @@ class TokenClassificationMixin(HeadMixin):
         loss = None
         if labels is not None:
             check_labels(labels, tuple(logits.shape[:2]))
-            loss = classification_loss(
-                logits,
-                labels.to(logits.device),
-                "single_label_classification",
-                valid,
-                self.config.label_smoothing,
-                num_items_in_batch,
-            )
+            loss = self.label_loss(logits, labels, "single_label_classification", valid, num_items_in_batch)
         return TokenClassifierOutputWithPast(
             loss=loss,
             logits=logits,
@@ -229,13 +249,13 @@ class TokenClassificationMixin(HeadMixin):
         )
 
 
-class BehaviorCloningMixin(HeadMixin):
+class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
     """
     A policy: observations (batch, time, observation_size) to actions (batch, time, action_size).
 
     The first components of the output map are the action; its width is `config.action_head_size`. `labels` are
     demonstrated actions; frames that are masked out, or whose label is -100, do not count. In a control loop, `reset()`
-    starts an episode and `select_action(observation)` runs one step on the kept state.
+    starts an episode and `select_action(observation)` runs one step on the kept state, for one environment or several.
     """
 
     main_input_name = "observations"
@@ -247,7 +267,6 @@ class BehaviorCloningMixin(HeadMixin):
             config.input_type = "observations"
         super().__init__(config)
         self.action_head = nn.Linear(config.hidden_size, config.action_head_size, bias=config.projection_bias)
-        self.policy_states = None
         self.post_init()
 
     @property
@@ -269,6 +288,14 @@ class BehaviorCloningMixin(HeadMixin):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs,
     ) -> BehaviorCloningOutput:
+        """
+        Args:
+            observations or inputs_embeds, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache: As in
+                the base model.
+            labels (batch, time, action_size): Demonstrated actions; at padding, and where they are -100, they do not
+                count. Frames weigh as `config.cue_weight` and `config.episode_loss` say.
+            num_items_in_batch: Divides the sum over the numbers in labels; how many there are if None.
+        """
         outputs, (valid, cu_seqlens) = self.encode(
             attention_mask,
             position_ids,
@@ -283,12 +310,16 @@ class BehaviorCloningMixin(HeadMixin):
         loss = None
         if labels is not None:
             check_labels(labels, tuple(actions.shape))
-            if observations is None:
-                raise ValueError("labels need observations: the cue, which weighs the loss, is their last number.")
+            has_cue = self.config.cue_weight != 1
+            if has_cue and observations is None:
+                raise ValueError(
+                    f"labels need observations: with cue_weight={self.config.cue_weight} the cue, which is their last "
+                    "number, weighs the loss."
+                )
             loss = behavior_cloning_loss(
                 actions,
                 labels.to(actions.device),
-                observations[..., -1],
+                observations[..., -1] if has_cue else None,
                 self.config.cue_weight,
                 valid,
                 self.episodes(actions, cu_seqlens) if self.config.episode_loss else None,
@@ -310,36 +341,6 @@ class BehaviorCloningMixin(HeadMixin):
             return torch.arange(batch, device=actions.device)[:, None].expand(batch, time)
         frames = torch.arange(time, device=actions.device)
         return torch.searchsorted(cu_seqlens[1:].contiguous(), frames, right=True)[None]
-
-    def reset(self) -> None:
-        """Forgets the episode so far."""
-        self.policy_states = None
-
-    @torch.no_grad()
-    def select_action(self, observation) -> torch.Tensor:
-        """
-        The action for the next observation of an episode, (observation_size,) or for several environments at once
-        (batch, observation_size); a tensor or anything that converts to one. A refused observation changes no state.
-        """
-        weight = self.action_head.weight
-        observation = torch.as_tensor(observation, dtype=weight.dtype, device=weight.device)
-        size = self.config.observation_size
-        if observation.dim() not in (1, 2) or observation.shape[-1] != size:
-            raise ValueError(
-                f"observation has shape {tuple(observation.shape)}; it must be ({size},) or (batch, {size})."
-            )
-        if not observation.isfinite().all():
-            raise ValueError("observation holds a number that is not finite.")
-        frames = observation.reshape(-1, 1, size)
-        states = LayerStates(self.policy_states or [None] * len(self.model.layers))
-        if states[0] is not None and len(states[0][0]) != len(frames):
-            raise ValueError(
-                f"observation is of {len(frames)} environments; this episode has {len(states[0][0])}. Call reset() to "
-                "start another."
-            )
-        hidden_states = self.model.run_blocks(self.model.embed_observations(frames), None, None, states)
-        self.policy_states = states
-        return self.action_head(hidden_states[:, 0])[..., : self.config.action_size].view(*observation.shape[:-1], -1)
 
 
 def check_labels(labels: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -52,18 +52,18 @@ def classification_loss(
 def behavior_cloning_loss(
     actions: torch.Tensor,
     labels: torch.Tensor,
-    cue: torch.Tensor,
-    cue_weight: float,
+    cue: torch.Tensor | None = None,
+    cue_weight: float = 1.0,
     valid: torch.Tensor | None = None,
     episode: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """
-    Squared error over all frames, `cue_weight` times heavier while the cue is on.
+    Squared error over all frames, `cue_weight` times heavier while a cue is on.
 
     Args:
         actions, labels (batch, time, action_size): Predicted and demonstrated actions; a label of -100 is ignored.
-        cue (batch, time): Above one half while the cue is on.
+        cue (batch, time): Above one half while the cue is on; None if there is no cue, and all frames weigh alike.
         valid (batch, time): Where it is false the frame does not count.
         episode (batch, time): Number of the episode each frame belongs to. If given, each episode's loss is divided by
             its own number of frames, and the result is their mean.
@@ -72,9 +72,10 @@ def behavior_cloning_loss(
     counted = labels != IGNORED
     if valid is not None:
         counted = counted & valid[..., None]
-    weight = torch.where(cue > 0.5, cue_weight, 1.0).to(actions.dtype)
     # Left out before and not after: what is not a number there would reach the gradient.
-    each = weight[..., None] * (actions - labels.masked_fill(~counted, 0.0)).square()
+    each = (actions - labels.masked_fill(~counted, 0.0)).square()
+    if cue is not None:
+        each = torch.where(cue > 0.5, cue_weight, 1.0).to(actions.dtype)[..., None] * each
     each = each.masked_fill(~counted, 0.0)
     if episode is None:
         return divide(each.sum(), counted, num_items_in_batch)

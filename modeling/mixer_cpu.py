@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .cpu_operator import INTEGER, NAMESPACE, NUMBER, TENSOR, CompiledFunction, contiguous
+from .cpu_operator import INTEGER, NAMESPACE, NUMBER, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
 from .scan_cpu import kept_slots
 from .sequence_rows import TokenOrder
 
@@ -221,6 +221,7 @@ def backward(ctx, grad_out, grad_h, grad_B, grad_u, grad_phase, grad_kept, grad_
 
 
 mixer_operator.register_autograd(backward, setup_context=keep_for_backward)
+refuse_second_derivative(mixer_backward_operator)
 
 
 def mixer_cpu(

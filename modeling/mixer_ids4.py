@@ -17,6 +17,7 @@ from torch import nn
 
 from .matrix_products import ScaledProduct, identity_products, running_products
 from .sequence_rows import sequence_rows
+from .without_autocast import without_autocast
 
 
 class IDS4State(NamedTuple):
@@ -52,7 +53,7 @@ class IDS4Mixer(nn.Module):
         """
         skip = hidden_states + self.D(hidden_states)
         # Autocast would run the products in half precision.
-        with torch.autocast(hidden_states.device.type, enabled=False):
+        with without_autocast(hidden_states.device):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
             rows = sequence_rows(mask, cu_seqlens, *hidden_states.shape[:2])
             x = hidden_states if rows is None else rows.gather(hidden_states)

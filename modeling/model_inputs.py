@@ -42,7 +42,8 @@ def find_sequences(
     Packing decides shapes by values: torch.compile breaks its graph there, and cannot with fullgraph=True.
     """
     mask = None if attention_mask is None else trim_mask(attention_mask, batch, length)
-    if cu_seqlens is None and position_ids is not None:
+    # On the meta device there are no positions to read: each row is then one sequence.
+    if cu_seqlens is None and position_ids is not None and not position_ids.is_meta:
         cu_seqlens = packed_bounds(position_ids, batch, length, mask)
     if cu_seqlens is not None:
         if mask is not None and not bool(mask.all()):

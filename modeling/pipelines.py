@@ -136,7 +136,7 @@ class BehaviorCloningPipeline(SequencePipeline):
                 states = self.model.policy_states
             finally:
                 self.model.policy_states = others
-            yield action.float().cpu().numpy()
+            yield torch.as_tensor(action).float().cpu().numpy()
 
     def preprocess(self, episode):
         observations = torch.as_tensor(np.asarray(episode), dtype=self.model.dtype)

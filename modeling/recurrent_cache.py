@@ -1,6 +1,6 @@
 """The states of recurrent mixers, kept in a transformers `Cache`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,26 @@ class LayerStates(list):
     The state of each layer as it is, None before the first token: in a control loop to pack and unpack them into a
     transformers cache would take longer than to compute them.
     """
+
+    @property
+    def rows(self) -> int:
+        return len(self[0][0])
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor with its name: the number of the layer and the field of the state."""
+        for layer, state in enumerate(self):
+            for field, part in state._asdict().items():
+                yield f"{layer}.{field}", part
+
+    def map(self, function: Callable[[str, torch.Tensor], torch.Tensor]) -> "LayerStates":
+        """States whose tensors are what the function makes of these and their names."""
+        made = iter([function(name, part) for name, part in self.parts()])
+        return LayerStates(type(state)(*(next(made) for _ in state)) for state in self)
+
+    def with_rows(self, rows: torch.Tensor, others: "LayerStates") -> "LayerStates":
+        """A copy whose rows (chosen,) are those of `others`, in that order."""
+        new = dict(others.parts())
+        return self.map(lambda name, part: part.index_copy(0, rows, new[name].to(part.dtype)))
 
 
 def read_state(cache: Cache | LayerStates | None, layer_idx: int, state_shapes: Callable[[], State]) -> State | None:

@@ -14,6 +14,7 @@ from .scan_triton import fits as triton_fits
 from .scan_triton import scan_triton
 from .scan_triton import unavailable as triton_unavailable
 from .sequence_rows import TokenOrder, sequence_rows, token_order
+from .without_autocast import without_autocast
 
 
 class Backend(NamedTuple):
@@ -118,7 +119,7 @@ def scan(
     found = select_backend(backend, u.device)
     found = found if found.fits(inputs) else BACKENDS["chunkwise"]
     # Autocast would turn the float32 matrix products below into half precision.
-    with torch.autocast(u.device.type, enabled=False):
+    with without_autocast(u.device):
         inputs = prepare_inputs(inputs, found.half)
         order = token_order(mask, cu_seqlens, *u.shape[:2])
         initial = prepare_state(initial_state, inputs, order)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .cpu_operator import INTEGER, NAMESPACE, TENSOR, CompiledFunction, contiguous
+from .cpu_operator import INTEGER, NAMESPACE, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 
@@ -115,6 +115,7 @@ def backward(ctx, grad_y, grad_h, grad_kept):
 
 
 scan_operator.register_autograd(backward, setup_context=keep_for_backward)
+refuse_second_derivative(scan_backward_operator)
 
 
 def scan_cpu(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from transformers.utils import logging
 
-from .cpu_operator import NAMESPACE, contiguous
+from .cpu_operator import NAMESPACE, contiguous, refuse_second_derivative
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 from .triton_launch import (
@@ -163,6 +163,7 @@ def operator_backward(ctx, grad_y, grad_h, grad_kept, grad_T):
 
 
 scan_operator.register_autograd(operator_backward, setup_context=keep_for_backward)
+refuse_second_derivative(scan_backward_operator)
 
 
 def fits(inputs: ScanInputs) -> bool:

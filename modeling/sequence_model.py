@@ -27,8 +27,8 @@ class RecurrentBlock(GradientCheckpointingLayer):
     """
     x + mixer(norm(x)), as far as the configuration has a norm and a residual connection; the state of the mixer is kept
     in `past_key_values`. A family sets `mixer_class`, built from the configuration. A mixer maps hidden states, a
-    state, a mask and bounds of packed sequences to hidden states and the next state, and tells the shapes of a state by
-    `state_shapes(rows)`.
+    state, a mask and bounds of packed sequences to hidden states and the next state, tells the shapes of a state by
+    `state_shapes(rows)`, and the state before the first token of each row by `initial_state(hidden_states)`.
     """
 
     mixer_class: type[nn.Module]

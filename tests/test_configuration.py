@@ -34,7 +34,6 @@ PAPER = {
     "beta_bias_init": 0,
     "observation_size": 16,
     "action_size": 2,
-    "cue_weight": 20,
     "scan_backend": "auto",
 }
 
@@ -143,7 +142,7 @@ def test_rope_pairs_without_rope():
 
 def test_defaults_of_training():
     config = Mamba3NPLRConfig()
-    assert (config.episode_loss, config.label_smoothing, config.use_cache) == (False, 0, True)
+    assert (config.cue_weight, config.episode_loss, config.label_smoothing, config.use_cache) == (1, False, 0, True)
     assert config.input_type == "tokens" and config.vocab_size == 128
     assert config.keys_to_ignore_at_inference == ["past_key_values"]
 

@@ -153,7 +153,7 @@ def policy(**changes):
 
 
 def test_behavior_cloning_loss_weighs_the_frames_after_the_cue():
-    model = policy()
+    model = policy(cue_weight=20)
     observations, labels = episodes()
     result = model(observations, labels=labels)
     assert result.actions.shape == (3, 7, 2)
@@ -214,7 +214,7 @@ def test_the_policy_acts_step_by_step_as_on_the_whole():
     model.reset()
     single = [model.select_action(frame.numpy()) for frame in observations[0]]
     assert single[0].shape == (2,)
-    assert error(torch.stack(single), expected[0]) < 1e-10
+    assert error(torch.tensor(np.stack(single)), expected[0]) < 1e-10
 
 
 def test_a_refused_observation_leaves_the_policy_as_it_was():
@@ -233,10 +233,18 @@ def test_a_refused_observation_leaves_the_policy_as_it_was():
         assert torch.equal(model.policy_states[0].h, kept)
 
 
-def test_labels_need_the_cue():
-    model = policy()
-    with pytest.raises(ValueError, match="labels need observations"):
-        model(inputs_embeds=torch.randn(1, 3, 12, dtype=torch.float64), labels=torch.zeros(1, 3, 2))
+def test_labels_need_the_cue_only_where_it_weighs():
+    embeddings, labels = torch.randn(1, 3, 12, dtype=torch.float64), torch.zeros(1, 3, 2)
+    with pytest.raises(ValueError, match="labels need observations: with cue_weight=20 the cue"):
+        policy(cue_weight=20)(inputs_embeds=embeddings, labels=labels)
+    result = policy()(inputs_embeds=embeddings, labels=labels)
+    assert error(result.loss, result.actions.square().mean()) < 1e-12
+
+
+def test_all_frames_weigh_alike_by_default():
+    observations, labels = episodes()
+    result = policy()(observations, labels=labels)
+    assert error(result.loss, (result.actions - labels).square().mean()) < 1e-12
 
 
 def test_labels_of_minus_100_and_padding_are_outside_the_other_losses():
@@ -277,7 +285,7 @@ def test_episodes_without_frames_do_not_count():
 
 
 def test_the_cue_is_on_above_one_half():
-    model = policy()
+    model = policy(cue_weight=20)
     observations, labels = episodes()
     observations[..., -1] = 0.4
     result = model(observations, labels=labels)

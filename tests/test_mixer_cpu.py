@@ -186,6 +186,19 @@ def test_the_operator_is_well_behaved(option):
     torch.library.opcheck(mixer_operator, tuple(arguments))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
+def test_a_second_derivative_is_that_of_the_chunkwise_mixer_which_the_compiled_one_names(backend):
+    mixer = make_mixer("paper", hidden_size=4, head_dim=4, state_size=2, num_rope_pairs=1, expand=1)
+    mixer.config.scan_backend = backend
+    x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
+    if backend == "chunkwise":
+        assert torch.autograd.gradgradcheck(lambda x: mixer(x)[0], x)
+        return
+    (first,) = torch.autograd.grad(mixer(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative.*scan_backend='chunkwise'"):
+        torch.autograd.grad(first.square().sum(), x)
+
+
 def test_results_do_not_depend_on_the_number_of_threads():
     """Promised to the last bit by the source: the order of every sum follows from the shape alone."""
     mixer = make_mixer("paper", torch.float32, hidden_size=80, state_size=16, head_dim=16, expand=1)

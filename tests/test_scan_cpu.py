@@ -126,6 +126,13 @@ def test_the_operator_is_well_behaved(form):
     torch.library.opcheck(scan_operator, (*inputs, *state, None, None))
 
 
+def test_a_second_derivative_names_the_backend_that_has_one():
+    inputs = with_grad(scan_inputs(batch=1, length=3, heads=1, n=2, channels=2))
+    first = torch.autograd.grad(run(inputs, backend="cpu")[0].square().sum(), inputs.u, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no second derivative.*backend='chunkwise' to scan"):
+        torch.autograd.grad(first.square().sum(), inputs.u)
+
+
 def test_inputs_need_not_be_contiguous():
     inputs = scan_inputs(length=9, heads=4)
     turned = ScanInputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:-1]), D=inputs.D)

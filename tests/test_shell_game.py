@@ -168,6 +168,11 @@ def test_success():
     )
 
 
+def test_the_task_weighs_the_cue_as_the_paper_does():
+    for name in ("shell", "shell_curriculum", "shell_jitter"):
+        assert Mamba3NPLRConfig(**make_task(name).model_fields).cue_weight == 20
+
+
 @torch.no_grad()
 def test_packed_and_padded_batches_have_the_same_loss():
     torch.manual_seed(0)

@@ -1,0 +1,220 @@
+"""A policy in a control loop with several environments: episodes that end apart, states taken out and put back."""
+
+import copy
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from family_cases import build_case
+from mamba3_nplr import Mamba3NPLRForBehaviorCloning
+from model_cases import OPTIONS, build
+from scan_cases import error
+
+CASES = [f"mamba3/{option}" for option in ("paper", "learned_state", "exact_tracking", "no_rope")] + ["gdn", "ids4"]
+
+
+def make_policy(case="mamba3/paper", **changes):
+    family, _, option = case.partition("/")
+    if family == "mamba3":
+        return build(Mamba3NPLRForBehaviorCloning, option, **changes)
+    return build_case(case, "ForBehaviorCloning", **changes)
+
+
+def make_frames(environments, time=6):
+    return torch.randn(time, environments, 16, dtype=torch.float64)
+
+
+def act(policy, frames):
+    return torch.stack([policy.select_action(frame) for frame in frames])
+
+
+@pytest.mark.parametrize("environments", [3, 9])  # compiled steps, where there are any, are for at most 8 rows
+@pytest.mark.parametrize("case", CASES)
+def test_a_reset_starts_an_episode_in_some_environments_and_changes_no_other(case, environments):
+    policy, frames = make_policy(case), make_frames(environments)
+    unbroken = act(policy, frames)
+    policy.reset()
+    act(policy, frames[:3])
+    before, others = policy.get_state(), [i for i in range(environments) if i not in (0, 2)]
+    policy.reset([2, 0])
+    assert all(torch.equal(part[others], before[name][others]) for name, part in policy.get_state().items())
+    found = act(policy, frames[3:])
+    assert error(found[:, others], unbroken[3:, others]) < 1e-12  # rounding may depend on what else is in a batch
+    for environment in (0, 2):
+        policy.reset()
+        alone = act(policy, frames[3:, environment])
+        assert error(found[:, environment], alone) < 1e-10
+        assert error(alone, unbroken[3:, environment]) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        [1, 1],
+        (1,),
+        torch.tensor([1], dtype=torch.int32),
+        np.array([1]),
+        [False, True, False],
+        np.array([False, True, False]),
+        torch.tensor([False, True, False]),
+    ],
+    ids=str,
+)
+def test_environments_are_numbers_or_a_mask(chosen):
+    policy, frames = make_policy(), make_frames(3, 2)
+    policy.select_action(frames[0])
+    before = policy.get_state()
+    policy.reset(chosen)
+    for name, part in policy.get_state().items():
+        assert torch.equal(part[[0, 2]], before[name][[0, 2]])
+        assert not part[1].any()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([3], "environments hold 3; this episode has 3, so they must be 0 to 2"),
+        ([0, -1], "environments hold -1"),
+        ([0.0], r"shape \(1,\) and dtype torch.float32; it must be a list of whole numbers or a boolean mask of shape"),
+        ([True, False], r"shape \(2,\) and dtype torch.bool; .* boolean mask of shape \(3,\)"),
+        (np.zeros(0, dtype=bool), r"shape \(0,\) and dtype torch.bool"),
+        ([[0]], r"environments has shape \(1, 1\)"),
+        (0, r"environments has shape \(\)"),
+        (True, r"environments has shape \(\) and dtype torch.bool"),
+    ],
+    ids=str,
+)
+def test_wrong_environments_are_named_and_change_nothing(chosen, message):
+    policy = make_policy()
+    policy.select_action(make_frames(3)[0])
+    before = policy.get_state()
+    with pytest.raises(ValueError, match=message):
+        policy.reset(chosen)
+    assert all(torch.equal(part, before[name]) for name, part in policy.get_state().items())
+
+
+def test_there_may_be_nothing_to_reset():
+    policy, frames = make_policy(), make_frames(3)
+    policy.reset([0])
+    assert policy.get_state() == {}
+    policy.select_action(frames[0])
+    before = policy.get_state()
+    for nothing in ([], np.zeros(0, dtype=np.int64), [False] * 3):
+        policy.reset(nothing)
+    assert all(torch.equal(part, before[name]) for name, part in policy.get_state().items())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_put_back_goes_on_from_where_it_was_taken(case):
+    policy, frames = make_policy(case), make_frames(3)
+    act(policy, frames[:2])
+    kept = policy.get_state()
+    expected = act(policy, frames[2:])
+    copied = copy.deepcopy(kept)
+    policy.reset([1])
+    policy.set_state(kept)
+    assert torch.equal(act(policy, frames[2:]), expected)
+    assert all(torch.equal(part, copied[name]) for name, part in kept.items())
+    twin = copy.deepcopy(policy)
+    twin.set_state(kept)
+    for part in kept.values():
+        part.zero_()
+    assert torch.equal(act(twin, frames[2:]), expected)
+    policy.set_state({name: part[1:2] for name, part in copied.items()})
+    assert error(act(policy, frames[2:, 1:2]), expected[:, 1:2]) < 1e-10
+
+
+def test_the_state_before_the_first_action_can_be_put_back():
+    policy, frames = make_policy(), make_frames(2)
+    beginning = policy.get_state()
+    expected = act(policy, frames)
+    policy.set_state(beginning)
+    assert torch.equal(act(policy, frames), expected)
+
+
+@pytest.mark.parametrize("how", ["sizes", "layers", "family", "rows", "no tensors"])
+def test_a_foreign_state_is_refused(how):
+    policy, frames = make_policy(), make_frames(3)
+    policy.select_action(frames[0])
+    before = policy.get_state()
+    other = {
+        "sizes": lambda: make_policy(state_size=4),
+        "layers": lambda: make_policy(num_hidden_layers=1),
+        "family": lambda: make_policy("gdn"),
+    }.get(how, make_policy)()
+    other.select_action(frames[0])
+    state = other.get_state()
+    if how == "rows":
+        state["1.h"] = state["1.h"][:2]
+    if how == "no tensors":
+        state = {name: part.tolist() for name, part in state.items()}
+    with pytest.raises(ValueError, match="state has the parts .* this policy needs .* another configuration, or its"):
+        policy.set_state(state)
+    assert all(torch.equal(part, before[name]) for name, part in policy.get_state().items())
+
+
+def test_a_state_of_another_number_of_environments_fits_their_observations_only():
+    policy, frames = make_policy(), make_frames(3)
+    policy.select_action(frames[0])
+    kept = policy.get_state()
+    policy.reset()
+    policy.select_action(frames[0, :2])
+    policy.set_state(kept)
+    with pytest.raises(ValueError, match="observation is of 2 environments; this episode has 3"):
+        policy.select_action(frames[0, :2])
+    assert policy.select_action(frames[0]).shape == (3, 2)
+
+
+@pytest.mark.parametrize("batch", [(), (3,), (0,)])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_arrays_give_arrays_and_tensors_give_tensors(dtype, batch):
+    policy = make_policy(dtype=torch.float32)
+    array = np.random.default_rng(0).normal(size=(*batch, 16)).astype(dtype)
+    expected = policy.select_action(array.tolist() if batch != (0,) else torch.zeros(0, 16))
+    assert expected.dtype == torch.float32
+    for given in (array, torch.from_numpy(array)):
+        policy.reset()
+        action = policy.select_action(given)
+        assert type(action) is type(given) and action.dtype == given.dtype and action.shape == (*batch, 2)
+        if action.size if isinstance(action, np.ndarray) else action.numel():
+            assert error(torch.as_tensor(action), expected) < (1e-3 if dtype == "float16" else 1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "in_numpy"), [(torch.float64, "float64"), (torch.bfloat16, "float32")])
+def test_whole_numbers_give_actions_in_the_dtype_of_the_policy(dtype, in_numpy):
+    policy = make_policy(dtype=dtype)
+    assert policy.select_action(np.ones(16, dtype=np.int64)).dtype == in_numpy
+    assert policy.select_action(torch.ones(16, dtype=torch.int64)).dtype == dtype
+    assert policy.select_action([1] * 16).dtype == dtype
+    assert policy.select_action(np.ones(16)).dtype == np.float64
+
+
+def test_any_view_of_an_array_is_read():
+    policy = make_policy(dtype=torch.float32)
+    array = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
+    expected = policy.select_action(array)
+    backwards, frozen = array[::-1, ::-1].copy()[::-1, ::-1], array.copy()
+    frozen.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for view in (backwards, frozen):
+            policy.reset()
+            assert np.array_equal(policy.select_action(view), expected)
+
+
+def test_an_action_stays_when_the_policy_goes_on():
+    """An array shares the memory of the tensor it was made of: no later step may write there."""
+    policy = make_policy(dtype=torch.float32)
+    array = np.ones((2, 16), dtype=np.float32)
+    first = policy.select_action(array)
+    kept = first.copy()
+    policy.select_action(-array)
+    assert np.array_equal(first, kept) and np.array_equal(array, np.ones((2, 16)))
+
+
+def test_every_option_has_a_state_for_each_environment():
+    for option in OPTIONS:
+        policy = make_policy(f"mamba3/{option}")
+        policy.select_action(make_frames(2)[0])
+        assert all(len(part) == 2 for part in policy.get_state().values())
