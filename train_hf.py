@@ -97,7 +97,7 @@ def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) 
     results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
     trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
     trainer.save_finished()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     summary = run_record.summary(run, model, results, losses)
     if args.process_index == 0:
         write_results(run, trainer, summary, repository)

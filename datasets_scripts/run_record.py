@@ -172,7 +172,11 @@ def find_checkpoint(run: TrainingRun) -> str | None:
     return str(checkpoint)
 
 
-def summary(run: TrainingRun, model: nn.Module, results: dict, losses: list[float]) -> dict:
+def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int, float]) -> dict:
+    """
+    Args:
+        losses: The mean loss since the entry before, by the number of updates.
+    """
     return {
         "task": run.task_name,
         "model": run.model_name,
@@ -181,7 +185,9 @@ def summary(run: TrainingRun, model: nn.Module, results: dict, losses: list[floa
         "parameters": model.num_parameters(),
         "updates": run.args.max_steps,
         "batch_size": run.task.batch_size,
-        "last_loss": losses[-1] if losses else None,
+        "last_loss": next(reversed(losses.values()), None),
+        "logged_updates": list(losses),
+        "logged_losses": list(losses.values()),
         "metric": main_metric(run.task),
         "results": results,
         "command": command(run),

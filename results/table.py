@@ -39,7 +39,7 @@ in `runs/` holds one run with all its figures, the command that made it and the 
 
 
 def read_runs() -> dict[tuple[str, str], dict[str, list[dict]]]:
-    """All runs, by task with its changed settings and by model."""
+    """All runs, by task with what was changed of it and of the model, and by model."""
     runs = defaultdict(lambda: defaultdict(list))
     for path in sorted((HERE / "runs").glob("*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -48,10 +48,11 @@ def read_runs() -> dict[tuple[str, str], dict[str, list[dict]]]:
 
 
 def changed_settings(summary: dict) -> str:
-    """What the command of a run says of its task, where that is not the task's default."""
+    """What the command of a run says of its task and model, where that is not the task's default."""
     default = make_task(summary["task"])
-    given = re.findall(r"--task\.(\w+) (\S+)", summary["command"])
-    return ", ".join(f"{name} {value}" for name, value in given if str(getattr(default, name)) != value)
+    of_task, of_model = (re.findall(rf"--{part}\.(\w+) (\S+)", summary["command"]) for part in ("task", "model"))
+    of_task = [(name, value) for name, value in of_task if str(getattr(default, name)) != value]
+    return ", ".join(f"{name} {value}" for name, value in [*of_task, *of_model])
 
 
 def paper_figure(paper: dict, task: str, model: str, split: str) -> float | None:
