@@ -242,13 +242,13 @@ def test_torch_export(case):
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_every_case_survives_a_round_trip(case, tmp_path):
-    model = build_case(case, "ForBehaviorCloning", dtype=torch.float32)
+    model = build_case(case, "ForBehaviorCloning")
     model.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is CASES[case][0]
     loaded = mamba3_nplr.AutoModelForBehaviorCloning.from_pretrained(tmp_path)
     assert type(loaded) is type(model)
-    inputs = case_inputs("ForBehaviorCloning", 2, 7, dtype=torch.float32)
-    assert error(loaded(**inputs).actions, model(**inputs).actions) < 1e-5
+    inputs = case_inputs("ForBehaviorCloning", 2, 7)
+    assert error(loaded(**inputs).actions, model(**inputs).actions) < 1e-10
 
 
 @pytest.mark.parametrize("case", ["gdn", "ids4"])

@@ -243,7 +243,7 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
     for name in ("user/plain", "user/model", "user/model2"):
         model = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=True)
         with torch.no_grad():
-            torch.testing.assert_close(model(expected["ids"]).logits, expected[name], rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(model(expected["ids"]).logits, expected[name], rtol=0, atol=1e-5)
     model.push_to_hub("user/model3")
     assert not any(name.startswith("mamba3_nplr") for name in sys.modules)
     """
