@@ -83,15 +83,15 @@ class ControlLoopMixin:
         action = self.step(frames.reshape(-1, 1, size)).view(*frames.shape[:-1], self.config.action_size)
         if is_array:
             return as_array(action, observation.dtype)
-        if torch.is_tensor(observation):
-            dtype = observation.dtype if observation.is_floating_point() else action.dtype
-            return action.to(observation.device, dtype)
-        return action
+        # What needed no conversion is of the policy's own dtype and device, as the action is.
+        if frames is observation or not torch.is_tensor(observation):
+            return action
+        return action.to(observation.device, observation.dtype if observation.is_floating_point() else action.dtype)
 
     def step(self, frames: torch.Tensor) -> torch.Tensor:
         """Actions (batch, action_size) for frames (batch, 1, observation_size), on the kept states."""
         states = LayerStates(self.policy_states or [None] * len(self.model.layers))
-        if states[0] is not None and states.rows != len(frames):
+        if self.policy_states is not None and states.rows != len(frames):
             raise ValueError(
                 f"observation is of {len(frames)} environments; this episode has {states.rows}. Call reset() to start "
                 "another."
@@ -122,4 +122,4 @@ def as_array(action: torch.Tensor, dtype: np.dtype) -> np.ndarray:
     if action.dtype == torch.bfloat16:
         action = action.float()
     array = action.numpy(force=True)
-    return array.astype(dtype, copy=False) if dtype.kind == "f" else array
+    return array if dtype == array.dtype or dtype.kind != "f" else array.astype(dtype)

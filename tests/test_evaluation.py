@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from mamba3_nplr import Mamba3NPLRConfig
-from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
+from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, load_model
 from mamba3_nplr.datasets_scripts.evaluation import evaluate, join, main_metric, predict
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import make_task
@@ -104,3 +104,10 @@ def test_names():
 def test_join_pads():
     joined = join([np.ones((2, 3, 2)), np.ones((1, 5, 2))])
     assert joined.shape == (3, 5, 2) and joined[0, 3:].sum() == 0 and joined[2].sum() == 10
+
+
+def test_a_checkpoint_may_have_been_trained_with_another_loss(tmp_path):
+    task, model = make("shell")
+    model.config.cue_weight, model.config.episode_loss = 1.0, True
+    model.save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), task).config.cue_weight == 1

@@ -125,6 +125,15 @@ def test_a_state_put_back_goes_on_from_where_it_was_taken(case):
     assert error(act(policy, frames[2:, 1:2]), expected[:, 1:2]) < 1e-10
 
 
+def test_what_is_done_to_a_state_outside_does_not_reach_the_policy():
+    policy, frames = make_policy(), make_frames(3)
+    policy.select_action(frames[0])
+    kept = copy.deepcopy(policy.get_state())
+    for part in policy.get_state().values():
+        part.zero_()
+    assert all(torch.equal(part, kept[name]) for name, part in policy.get_state().items())
+
+
 def test_the_state_before_the_first_action_can_be_put_back():
     policy, frames = make_policy(), make_frames(2)
     beginning = policy.get_state()

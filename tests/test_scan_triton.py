@@ -342,6 +342,13 @@ def test_the_operator_is_well_behaved_with_sequences():
     torch.library.opcheck(scan_operator, (*inputs, *with_grad(scan_state(inputs)), *order))
 
 
+def test_a_second_derivative_names_the_backend_that_has_one():
+    inputs = with_grad(scan_inputs(batch=1, length=2, heads=1, n=16, channels=16, dtype=torch.float32))
+    first = torch.autograd.grad(run(inputs, backend="triton")[0].square().sum(), inputs.u, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="no second derivative.*scan_backend='chunkwise'"):
+        torch.autograd.grad(first.square().sum(), inputs.u)
+
+
 def test_a_model_compiles_with_it():
     model = build(Mamba3NPLRModel, scan_backend="triton", num_hidden_layers=1).float()
     ids = tokens(1, 5)
