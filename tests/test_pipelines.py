@@ -133,12 +133,15 @@ def test_episodes_in_batches_are_answered_as_one_at_a_time(policy):
     episodes = [torch.randn(shape) for shape in shapes]
     expected = [act(episode) for episode in episodes]
     calls = []
-    policy.register_forward_pre_hook(lambda *given: calls.append(given[2]["observations"].shape), with_kwargs=True)
+    policy.register_forward_pre_hook(lambda *given: calls.append(given[2]), with_kwargs=True)
     for size, shapes in ((2, [(3, 7, 16), (2, 4, 16), (1, 5, 16)]), (8, [(6, 7, 16)])):
         found = act(episodes, batch_size=size)
         assert [x.shape for x in found] == [x.shape for x in expected]
         assert all(x == close_to(y) for x, y in zip(found, expected, strict=True))
-        assert calls == shapes
+        assert [call["observations"].shape for call in calls] == shapes
+        # Where something is padded it is masked: it costs nothing, and could hold anything.
+        masked = [call["attention_mask"] for call in calls]
+        assert [None if x is None else int(x.sum()) for x in masked] == ([13, 5, None] if size == 2 else [23])
         calls.clear()
 
 
