@@ -21,10 +21,9 @@ def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
     check_rows(rows)
     columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in rows[0] if name in ARGUMENTS}
     batch = {name: pad_column(name, values) for name, values in columns.items()}
-    inputs = next(name for name in INPUTS if name in columns)
-    lengths = torch.tensor([len(x) for x in columns[inputs]])
-    if "attention_mask" not in batch and (lengths != lengths[0]).any():
-        batch["attention_mask"] = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+    mask = padding_mask(columns[next(name for name in INPUTS if name in columns)])
+    if "attention_mask" not in batch and mask is not None:
+        batch["attention_mask"] = mask
     return batch
 
 
@@ -39,6 +38,14 @@ def check_rows(rows: list[dict]) -> None:
             )
         if row.keys() != rows[0].keys():
             raise ValueError(f"Row {number} has the keys {', '.join(row)}; row 0 has {', '.join(rows[0])}.")
+
+
+def padding_mask(rows: list[torch.Tensor]) -> torch.Tensor | None:
+    """The attention mask of rows (length, ...) that are padded at their ends; None if they are all of one length."""
+    lengths = torch.tensor([len(row) for row in rows], device=rows[0].device)
+    if (lengths == lengths[0]).all():
+        return None
+    return (torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]).long()
 
 
 def pad_column(name: str, values: list[torch.Tensor]) -> torch.Tensor:

@@ -116,10 +116,11 @@ class Mamba3Mixer(nn.Module):
 
     def may_step(self, hidden_states, mask, cu_seqlens) -> bool:
         """Whether these are single tokens of a few rows for compiled code, and nobody needs what happens inside."""
+        # First: a graph that is being traced would be bound to the sizes that are asked for below.
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return False
         rows, length, _ = hidden_states.shape
         if length != 1 or rows > 8 or mask is not None or cu_seqlens is not None:
-            return False
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
             return False
         if hidden_states.dtype not in (torch.float32, torch.float64) or hidden_states.dtype != self.D.dtype:
             return False

@@ -1,18 +1,27 @@
 """
 Pipelines of transformers for the tasks of this package: `pipeline("state-tracking", ...)` and
-`pipeline("behavior-cloning", ...)`. Checkpoints carry this file, so that it imports no other of the package.
+`pipeline("behavior-cloning", ...)`. Checkpoints carry this file and those it imports.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from numbers import Integral
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
 from transformers import Pipeline
+from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
+
+from .collation import padding_mask
 
 
 class SequencePipeline(Pipeline):
-    """What both share: no tokenizer, no options, and a refusal of checkpoints that have another head."""
+    """
+    What both share: no tokenizer, no options of their own, and a refusal of checkpoints that have another head. With
+    `batch_size`, inputs of a list, dataset or generator run that many at a time, padded where their lengths differ,
+    which changes no result.
+    """
 
     _load_processor = _load_image_processor = _load_video_processor = _load_feature_extractor = _load_tokenizer = False
     heads: tuple[str, ...]
@@ -27,6 +36,26 @@ class SequencePipeline(Pipeline):
         if parameters:
             raise TypeError(f"This pipeline has no option {', '.join(parameters)}.")
         return {}, {}, {}
+
+    def get_iterator(self, inputs, num_workers, batch_size, *parameters):
+        """As in transformers, which makes batches only with a tokenizer or feature extractor."""
+        sized = isinstance(inputs, Sized)
+        prepared = (PipelineDataset if sized else PipelineIterator)(inputs, self.preprocess, {})
+        # Each worker would read the whole of a generator.
+        workers = num_workers if sized else min(num_workers, 1)
+        batches = DataLoader(prepared, batch_size, num_workers=workers, collate_fn=self.collate)
+        outputs = PipelineIterator(batches, self.forward, {}, loader_batch_size=batch_size)
+        return PipelineIterator(outputs, self.postprocess, {})
+
+    @staticmethod
+    def collate(items: list[dict[str, list]]) -> dict[str, list]:
+        """What `preprocess` and `_forward` give are lists with an entry for each input; here those of a batch."""
+        return {name: [x for item in items for x in item[name]] for name in items[0]}
+
+    def run_padded(self, name: str, rows: list[torch.Tensor], **options):
+        """What the model gives for rows (length, ...) of its input `name`; past a row's end it means nothing."""
+        batch = pad_sequence(rows, batch_first=True)
+        return self.model(**{name: batch}, attention_mask=padding_mask(rows), use_cache=False, **options)
 
 
 class StateTrackingPipeline(SequencePipeline):
@@ -59,7 +88,7 @@ class StateTrackingPipeline(SequencePipeline):
                 f"A word has shape {tuple(letters.shape)} and type {letters.dtype}; it must be text, or whole numbers "
                 "in a row, of at least one letter."
             )
-        return {"input_ids": letters.long()[None]}
+        return {"words": [letters.long()]}
 
     def read_text(self, text: str) -> torch.Tensor:
         names = self.model.config.token_names or [str(i) for i in range(self.model.config.vocab_size)]
@@ -74,15 +103,15 @@ class StateTrackingPipeline(SequencePipeline):
     def _forward(self, inputs):
         classifies_tokens = type(self.model).__name__.endswith("ForTokenClassification")
         options = {} if classifies_tokens else {"output_prefix_logits": True}
-        output = self.model(**inputs, **options, use_cache=False)
-        return inputs | {"logits": output.logits if classifies_tokens else output.prefix_logits}
+        words = inputs["words"]
+        output = self.run_padded("input_ids", words, **options)
+        logits = output.logits if classifies_tokens else output.prefix_logits
+        return {"words": words, "logits": [row[: len(word)] for row, word in zip(logits, words, strict=True)]}
 
     def postprocess(self, outputs):
-        scores, elements = outputs["logits"][0].float().softmax(-1).max(-1)
-        return [
-            self.describe(*entry)
-            for entry in zip(outputs["input_ids"][0].tolist(), elements.tolist(), scores.tolist(), strict=True)
-        ]
+        word, logits = outputs["words"][0], outputs["logits"][0]
+        scores, elements = logits.float().softmax(-1).max(-1)
+        return [self.describe(*entry) for entry in zip(word.tolist(), elements.tolist(), scores.tolist(), strict=True)]
 
     def describe(self, token: int, element: int, score: float) -> dict:
         config = self.model.config
@@ -117,7 +146,8 @@ class BehaviorCloningPipeline(SequencePipeline):
 
     def __call__(self, inputs, **kwargs):
         if isinstance(inputs, Iterator):
-            self._sanitize_parameters(**kwargs)
+            if kwargs:
+                raise TypeError(f"A stream of observations, one at a time, takes no option {', '.join(kwargs)}.")
             return self.stream(inputs)
         if isinstance(inputs, list | tuple):
             # A list of frames is one episode, a list of episodes several.
@@ -146,16 +176,22 @@ class BehaviorCloningPipeline(SequencePipeline):
                 f"observations have shape {tuple(observations.shape)}; they must be (time, {size}) or "
                 f"(batch, time, {size})."
             )
-        return {"observations": observations}
+        return {"episodes": [observations]}
 
     def _forward(self, inputs):
-        observations = inputs["observations"]
-        frames = observations if observations.dim() == 3 else observations[None]
-        actions = self.model(observations=frames, use_cache=False).actions
-        return {"actions": actions if observations.dim() == 3 else actions[0]}
+        # Several episodes of one length are one input: (batch, time, observation_size).
+        several = [x if x.dim() == 3 else x[None] for x in inputs["episodes"]]
+        actions = self.run_padded("observations", [episode for x in several for episode in x]).actions
+        parts = actions.split([len(x) for x in several])
+        return {
+            "actions": [
+                part[:, : x.shape[-2]].reshape(*x.shape[:-1], -1)
+                for part, x in zip(parts, inputs["episodes"], strict=True)
+            ]
+        }
 
     def postprocess(self, outputs):
-        return outputs["actions"].float().numpy()
+        return outputs["actions"][0].float().numpy()
 
 
 # By task: the pipeline, the Auto class of transformers that loads its model from a checkpoint's own code, and the type

@@ -10,6 +10,7 @@ from .mixer_cpu import mixer_cpu, step_cpu
 from .scan_chunkwise import scan_chunkwise
 from .scan_cpu import scan_cpu
 from .scan_definition import ScanInputs, ScanState, scan_definition
+from .scan_loop import length_is_open, scan_loop
 from .scan_triton import fits as triton_fits
 from .scan_triton import scan_triton
 from .scan_triton import unavailable as triton_unavailable
@@ -126,7 +127,8 @@ def scan(
         if found.run_sequences is not None:
             y, h = found.run_sequences(inputs, initial, order)
         else:
-            y, h = run_as_rows(found.run, inputs, initial, mask, cu_seqlens, chunk_size)
+            run = scan_loop if length_is_open(u) else found.run
+            y, h = run_as_rows(run, inputs, initial, mask, cu_seqlens, chunk_size)
         last = (order.last(inputs.B, initial.B), order.last(inputs.u, initial.u))
         return y.to(u.dtype), ScanState(h, *(x.to(h.dtype) for x in last))
 

@@ -52,21 +52,27 @@ class ScanState(NamedTuple):
 
 def scan_definition(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the recurrence step by step; returns y (batch, length, heads, channels) and the last h."""
-    h, B_previous, u_previous = initial
-    outputs = []
-    for u, B, C, log_decay, write, carry, k, reflection in steps(inputs):
-        decay = per_head(log_decay.exp())
-        h_new = decay * h + per_head(write) * outer(B, u)
-        if carry is not None:
-            h_new = h_new + decay * per_head(carry) * outer(B_previous, u_previous)
-        if k is not None:
-            h_new = h_new - per_head(reflection) * outer(k, read(k, h))
-        h, B_previous, u_previous = h_new, B, u
-        outputs.append(read(C, h))
+    state, outputs = initial, []
+    for step in steps(inputs):
+        state = ScanState(next_h(state, step), step.B, step.u)
+        outputs.append(read(step.C, state.h))
     y = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(inputs.u)
-    if inputs.D is not None:
-        y = y + inputs.D[:, None] * inputs.u
-    return y, h
+    return add_skip(y, inputs), state.h
+
+
+def next_h(before: ScanState, step: ScanInputs) -> torch.Tensor:
+    """h_t from the state before a step and the coefficients of the step, which have no axis of length."""
+    decay = per_head(step.log_decay.exp())
+    h = decay * before.h + per_head(step.write) * outer(step.B, step.u)
+    if step.carry is not None:
+        h = h + decay * per_head(step.carry) * outer(before.B, before.u)
+    if step.k is not None:
+        h = h - per_head(step.reflection) * outer(step.k, read(step.k, before.h))
+    return h
+
+
+def add_skip(y: torch.Tensor, inputs: ScanInputs) -> torch.Tensor:
+    return y if inputs.D is None else y + inputs.D[:, None] * inputs.u
 
 
 def steps(inputs: ScanInputs):
@@ -74,7 +80,7 @@ def steps(inputs: ScanInputs):
     # unbind, not indexing: the backward of x[:, t] in a loop is quadratic in length
     length = inputs.u.shape[1]
     columns = [[None] * length if x is None else x.unbind(1) for x in inputs[:-1]]
-    return zip(*columns, strict=True)
+    return (ScanInputs(*step) for step in zip(*columns, strict=True))
 
 
 def per_head(scalar: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,37 @@ def test_observations_give_actions(policy):
     assert longer[1] == close_to(expected[1, :3])
 
 
+@pytest.mark.parametrize("model_class", [Mamba3NPLRForSequenceClassification, Mamba3NPLRForTokenClassification])
+def test_words_in_batches_are_answered_as_one_at_a_time(model_class):
+    model = tracker(model_class)
+    words = ["s0 s1 s1", [1], "s0 s1 s0 s0 s1", "s1 s1", "s0"]
+    expected = [pipeline("state-tracking", model=model)(word) for word in words]
+    in_two = pipeline("state-tracking", model=model, batch_size=2)
+    for found in (in_two(words), in_two(words, batch_size=8), list(in_two(x for x in words))):
+        assert [[x.pop("score") for x in word] for word in found] == [
+            pytest.approx([x["score"] for x in word], abs=1e-6) for word in expected
+        ]
+        assert found == [[{k: v for k, v in x.items() if k != "score"} for x in word] for word in expected]
+
+
+def test_episodes_in_batches_are_answered_as_one_at_a_time(policy):
+    act = pipeline("behavior-cloning", model=policy)
+    shapes = [(7, 16), (2, 3, 16), (1, 16), (4, 16), (1, 5, 16)]
+    episodes = [torch.randn(shape) for shape in shapes]
+    expected = [act(episode) for episode in episodes]
+    calls = []
+    policy.register_forward_pre_hook(lambda *given: calls.append(given[2]), with_kwargs=True)
+    for size, shapes in ((2, [(3, 7, 16), (2, 4, 16), (1, 5, 16)]), (8, [(6, 7, 16)])):
+        found = act(episodes, batch_size=size)
+        assert [x.shape for x in found] == [x.shape for x in expected]
+        assert all(x == close_to(y) for x, y in zip(found, expected, strict=True))
+        assert [call["observations"].shape for call in calls] == shapes
+        # Where something is padded it is masked: it costs nothing, and could hold anything.
+        masked = [call["attention_mask"] for call in calls]
+        assert [None if x is None else int(x.sum()) for x in masked] == ([13, 5, None] if size == 2 else [23])
+        calls.clear()
+
+
 def test_a_stream_reads_when_asked_and_keeps_its_state(policy):
     act = pipeline("behavior-cloning", model=policy)
     episode, read = torch.randn(6, 16), []
@@ -144,6 +175,8 @@ def test_other_checkpoints_and_options_are_refused(policy, tmp_path):
         pipeline("behavior-cloning", model=str(tmp_path / "tracker"))
     with pytest.raises(TypeError, match="no option top_k"):
         pipeline("state-tracking", model=tracker())("s0", top_k=3)
+    with pytest.raises(TypeError, match="A stream of observations, one at a time, takes no option batch_size"):
+        pipeline("behavior-cloning", model=policy)(iter(np.zeros((3, 16))), batch_size=2)
     with pytest.raises(ValueError, match=r"shape \(16,\); they must be \(time, 16\)"):
         pipeline("behavior-cloning", model=policy)(np.zeros(16))
     with pytest.raises(StrictDataclassError, match="token_names=.*all different"):
