@@ -51,10 +51,12 @@ train: setup
 	$(RUN) train_hf.py compare --models mamba3 nplr nplr_exact --task s5_generators --preset quick \
 		--task.test_lengths '[64,128,512,2048,8192]' --task.test_size 128 --out runs/main
 
-# One run of the paper, such as results/runs/s5_generators-nplr-seed0.json; stopped, it goes on where it was.
+# One run of the paper, such as results/runs/s5_generators-nplr-seed0.json, or with other settings
+# results/runs/z5-nplr-seed0-beta_bias_init-2.json OPTIONS='--model.beta_bias_init -2'; stopped, it goes on where it was.
 results/runs/%.json: | setup
 	$(RUN) train_hf.py --task $(word 1,$(subst -, ,$*)) --model $(word 2,$(subst -, ,$*)) --preset paper \
-		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint
+		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint \
+		$(OPTIONS)
 	mkdir -p $(@D)
 	cp runs/paper/$*/results.json $@
 
@@ -67,6 +69,7 @@ sanity: setup
 
 results: setup
 	$(RUN) results/table.py > results/README.md
+	$(RUN) results/curves.py z5 results/z5.png
 	$(RUN) -m mamba3_nplr.datasets_scripts.comparison results/main.json docs/comparison.png
 
 benchmark-cpu: setup

@@ -47,7 +47,7 @@ def test_the_examples_run(tmp_path):
     observations = random.normal(size=(4, 20, 9))
     np.save(tmp_path / "observations.npy", observations)
     np.save(tmp_path / "actions.npy", observations[..., :3].cumsum(1) / 4)
-    assert len(blocks("python")) == 9
+    assert len(blocks("python")) == 11
     (tmp_path / "blocks.json").write_text(json.dumps(blocks("python")))
     with HubServer(tmp_path / "hub", TOKENS) as hub:
         done = run_script(hub, tmp_path, SESSION)
