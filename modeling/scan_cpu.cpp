@@ -4,12 +4,16 @@
 //     y_t = C_t' h_t + D u_t
 //
 // A sequence is walked in segments of `kSegment` steps. The forward pass keeps h at the start of each; the backward
-// pass runs a segment again from there. Inside a segment the carry is folded into the write before it, G_t = h_t +
-// c_{t+1} B_t u_t', which leaves two rank-one updates a step instead of three:
+// pass runs a segment again from there. Inside a segment each write waits for the step after it, G_t = h_t -
+// w_t B_t u_t', and is done there together with the carry, which leaves two rank-one updates a step instead of three:
 //
-//     q_t = k_t' G_{t-1} - e_t u_{t-1}              e_t = c_t (k_t . B_{t-1})
-//     G_t = d_t G_{t-1} - r_t k_t q_t' + s_t B_t u_t'         s_t = w_t + c_{t+1}
-//     y_t = C_t' G_t + (D - f_t) u_t                f_t = c_{t+1} (C_t . B_t)
+//     q_t = k_t' G_{t-1} + e_t u_{t-1}              e_t = w_{t-1} (k_t . B_{t-1})
+//     G_t = d_t G_{t-1} - r_t k_t q_t' + s_t B_{t-1} u_{t-1}'         s_t = d_t (w_{t-1} + c_t)
+//     y_t = C_t' G_t + (D + f_t) u_t                f_t = w_t (C_t . B_t)
+//
+// A segment starts from G = h, with nothing to write, and the write of its last step is done at its end. To do the carry
+// a step early, with the write before it, would take as many updates; but then what is read at a step would depend, if
+// only by rounding, on the step after it.
 //
 // `Segment` holds these coefficients for one head, `Core` runs the equations and their gradient on it. A level fills
 // segments and takes their results: `GeneralWorker` from given coefficients, `MixerWorker` from the projections of the
@@ -334,15 +338,15 @@ struct Segment {
 
     // What follows from d, w, c, r and the vectors.
     void prepare() {
-        if (carries && reflects) sum_steps<T>(steps, kB, [&](int64_t t) { return products(k[t], B[t]); });
-        if (carries) sum_steps<T>(steps, CB, [&](int64_t t) { return products(C[t], B[t + 1]); });
+        if (!carries) forget_token_before();
+        if (reflects) sum_steps<T>(steps, kB, [&](int64_t t) { return products(k[t], B[t]); });
+        sum_steps<T>(steps, CB, [&](int64_t t) { return products(C[t], B[t + 1]); });
         for (int64_t t = 0; t < steps; ++t) {
-            const T after = carry_after(t);
-            s[t] = w[t] + after;
-            e[t] = carries ? c[t] * kB[t] : T(0);
-            f[t] = after * CB[t];
+            s[t] = d[t] * written_before(t);
+            e[t] = t && reflects ? w[t - 1] * kB[t] : T(0);
+            f[t] = w[t] * CB[t];
             for (int64_t i = 0; i < state; i += kLanes<T>) {
-                vec(sB[t] + i) = s[t] * vec(B[t + 1] + i);
+                vec(sB[t] + i) = s[t] * vec(B[t] + i);
                 vec(rk[t] + i) = r[t] * vec(k[t] + i);
             }
         }
@@ -357,25 +361,37 @@ struct Segment {
         grad_D = 0;
     }
 
-    // From the gradients of s, e, f to those of w, c and the vectors.
+    // From the gradients of s, e, f to those of d, w, c and the vectors.
     void prepare_back() {
         for (int64_t t = 0; t < steps; ++t) {
-            grad_w[t] = grad_s[t];
-            if (!carries) continue;
-            if (t + 1 < steps) grad_c[t + 1] += grad_s[t] + grad_f[t] * CB[t];
-            grad_c[t] += grad_e[t] * kB[t];
-            const T to_f = grad_f[t] * carry_after(t), to_e = grad_e[t] * c[t];
+            const T to_s = grad_s[t] * d[t];
+            grad_d[t] += grad_s[t] * written_before(t);
+            if (carries) grad_c[t] += to_s;
+            if (t) grad_w[t - 1] += to_s;
+            grad_w[t] += grad_f[t] * CB[t];
+            const T to_f = grad_f[t] * w[t];
             for (int64_t i = 0; i < state; i += kLanes<T>) {
                 vec(grad_C[t] + i) += to_f * vec(B[t + 1] + i);
                 vec(grad_B[t + 1] + i) += to_f * vec(C[t] + i);
+            }
+            if (!t || !reflects) continue;
+            grad_w[t - 1] += grad_e[t] * kB[t];
+            const T to_e = grad_e[t] * w[t - 1];
+            for (int64_t i = 0; i < state; i += kLanes<T>) {
                 vec(grad_k[t] + i) += to_e * vec(B[t] + i);
                 vec(grad_B[t] + i) += to_e * vec(k[t] + i);
             }
         }
     }
 
-    // The carry that step t takes over from the step after it, in the same segment.
-    T carry_after(int64_t t) const { return carries && t + 1 < steps ? c[t + 1] : T(0); }
+    // The weight, before the decay, with which step t writes the token before it: the write that waited, and the carry.
+    T written_before(int64_t t) const { return (t ? w[t - 1] : T(0)) + (carries ? c[t] : T(0)); }
+
+    // Without a carry the first step has nothing to write, whatever stands there.
+    void forget_token_before() {
+        std::fill_n(B[0], int64_t(state), T(0));
+        std::fill_n(u[0], int64_t(channels), T(0));
+    }
 
     // Of two vectors, still to be added up over the lanes.
     Vector<T> products(const T* a, const T* b) const {
@@ -409,20 +425,23 @@ class Core {
   public:
     explicit Core(Segment<T, N, P>& segment) : s(segment) {}
 
-    // From h before the segment to h after it. If `states` is given, it receives G before each step and after the last.
+    // From h before the segment to h after it. If `states` is given, h stays, and `states` receives G before each step
+    // and after the last.
     void forward(T* h, T* states) {
         for (int64_t first = 0; first < s.channels; first += width, h += panel_size()) {
-            if (s.carries) add_outer(h, first);
             forward_panel(h, first, states);
-            if (states) states += (kSegment + 1) * panel_size();
+            if (states)
+                states += (kSegment + 1) * panel_size();
+            else
+                add_last_write(h, first);
         }
     }
 
     // grad: of h after the segment on entry, of h before it on return. Adds to the gradients in the segment.
     void backward(const T* states, T* grad) {
         for (int64_t first = 0; first < s.channels; first += width, grad += panel_size()) {
+            add_last_write_back(grad, first);
             backward_panel(states, first, grad);
-            if (s.carries) add_outer_back(grad, first);
             states += (kSegment + 1) * panel_size();
         }
     }
@@ -442,18 +461,18 @@ class Core {
         }
     };
 
-    void add_outer(T* h, int64_t first) {
-        const Panel u(s.u[0] + first);
-        const T *B = s.B[0], c = s.c[0];
+    void add_last_write(T* h, int64_t first) {
+        const Panel u(s.u[s.steps] + first);
+        const T *B = s.B[s.steps], write = s.w[s.steps - 1];
         for (int64_t i = 0; i < n(); ++i)
-            for (int w = 0; w < W; ++w) vec(h + i * width + w * L) += (c * B[i]) * u.of[w];
+            for (int w = 0; w < W; ++w) vec(h + i * width + w * L) += (write * B[i]) * u.of[w];
     }
 
-    void add_outer_back(const T* grad, int64_t first) {
-        const Panel u(s.u[0] + first);
-        const T *B = s.B[0], c = s.c[0];
+    void add_last_write_back(const T* grad, int64_t first) {
+        const Panel u(s.u[s.steps] + first);
+        const T *B = s.B[s.steps], write = s.w[s.steps - 1];
         Panel to_u;
-        V to_c{};
+        V to_write{};
         for (int64_t block = 0; block < n(); block += L) {
             const auto sums = sum_rows<T, 1, L>(block, [&](int64_t i) FORCE_INLINE {
                 Sums<T, 1> row{};
@@ -464,11 +483,11 @@ class Core {
                 }
                 return row;
             });
-            vec(s.grad_B[0] + block) += c * sums.of[0];
-            to_c += vec(B + block) * sums.of[0];
+            vec(s.grad_B[s.steps] + block) += write * sums.of[0];
+            to_write += vec(B + block) * sums.of[0];
         }
-        s.grad_c[0] += sum_lanes<T>(to_c);
-        for (int w = 0; w < W; ++w) vec(s.grad_u[0] + first + w * L) += c * to_u.of[w];
+        s.grad_w[s.steps - 1] += sum_lanes<T>(to_write);
+        for (int w = 0; w < W; ++w) vec(s.grad_u[s.steps] + first + w * L) += write * to_u.of[w];
     }
 
     Panel project(const T* k, const T* h) const {
@@ -484,7 +503,6 @@ class Core {
 
     void forward_panel(T* h, int64_t first, T* states) {
         Panel q = Reflects ? project(s.k[0], h) : Panel();
-        for (int w = 0; w < W; ++w) q.of[w] -= s.e[0] * vec(s.u[0] + first + w * L);
         if (states) std::copy_n(h, panel_size(), states);
         for (int64_t t = 0; t < s.steps; ++t) {
             if (Reflects && states) q.store(s.q[t] + first);
@@ -493,28 +511,27 @@ class Core {
             else
                 q = step(t, first, q, h, h);
         }
-        if (states) std::copy_n(states + s.steps * panel_size(), panel_size(), h);
     }
 
     // One step; returns the q of the next one.
     Panel step(int64_t t, int64_t first, const Panel& q, const T* before, T* after) {
         const T d = s.d[t], *sB = s.sB[t], *rk = s.rk[t], *C = s.C[t], *k = s.k[t + 1];
-        const Panel u(s.u[t + 1] + first);
+        const Panel u(s.u[t + 1] + first), up(s.u[t] + first);
         Panel y, next;
         for (int64_t i = 0; i < n(); ++i)
             for (int w = 0; w < W; ++w) {
                 const int64_t at = i * width + w * L;
-                V g = d * vec(before + at) + sB[i] * u.of[w];
+                V g = d * vec(before + at) + sB[i] * up.of[w];
                 if (Reflects) g -= rk[i] * q.of[w];
                 vec(after + at) = g;
                 y.of[w] += C[i] * g;
                 if (Reflects) next.of[w] += k[i] * g;
             }
-        const T skip = s.D - s.f[t], e = t + 1 < s.steps ? s.e[t + 1] : T(0);
+        const T skip = s.D + s.f[t], e = t + 1 < s.steps ? s.e[t + 1] : T(0);
         Panel result;
         for (int w = 0; w < W; ++w) {
             vec(s.y[t] + first + w * L) = y.of[w] + skip * u.of[w];
-            result.of[w] = next.of[w] - e * u.of[w];
+            result.of[w] = next.of[w] + e * u.of[w];
         }
         return result;
     }
@@ -533,8 +550,8 @@ class Core {
                 const int64_t t = block + l;
                 s.grad_d[t] += sums.of[0][l];
                 s.grad_r[t] -= sums.of[1][l];
-                s.grad_e[t] += s.r[t] * sums.of[2][l];
-                s.grad_f[t] -= sums.of[3][l];
+                s.grad_e[t] -= s.r[t] * sums.of[2][l];
+                s.grad_f[t] += sums.of[3][l];
                 s.grad_D += sums.of[3][l];
             }
         }
@@ -543,9 +560,9 @@ class Core {
     // parts: for each step, vectors whose lanes are still to be added up: g.G, (g'k).q, (g'k).u_{t-1} and u.dy.
     void step_back(int64_t t, int64_t first, const T* before, const T* after, T* grad,
                    T (&parts)[4][kSegment * kLanes<T>]) {
-        const T *k = s.k[t], *B = s.B[t + 1], *C = s.C[t];
-        const Panel u(s.u[t + 1] + first), dy(s.grad_y[t] + first);
-        Panel along_k, to_u, with_h;
+        const T *k = s.k[t], *B = s.B[t], *C = s.C[t];
+        const Panel up(s.u[t] + first), dy(s.grad_y[t] + first);
+        Panel along_k, to_up, with_h;
         V to_s{};
         for (int64_t block = 0; block < n(); block += L) {
             const auto sums = sum_rows<T, 2, L>(block, [&](int64_t i) FORCE_INLINE {
@@ -555,23 +572,24 @@ class Core {
                     const V g = vec(grad + at) + C[i] * dy.of[w];
                     vec(grad + at) = g;
                     row.of[0] += vec(after + at) * dy.of[w];
-                    row.of[1] += g * u.of[w];
-                    to_u.of[w] += B[i] * g;
+                    row.of[1] += g * up.of[w];
+                    to_up.of[w] += B[i] * g;
                     with_h.of[w] += vec(before + at) * g;
                     if (Reflects) along_k.of[w] += k[i] * g;
                 }
                 return row;
             });
             vec(s.grad_C[t] + block) += sums.of[0];
-            vec(s.grad_B[t + 1] + block) += s.s[t] * sums.of[1];
+            vec(s.grad_B[t] + block) += s.s[t] * sums.of[1];
             to_s += vec(B + block) * sums.of[1];
         }
         s.grad_s[t] += sum_lanes<T>(to_s);
-        const T skip = s.D - s.f[t];
+        const T skip = s.D + s.f[t];
         for (int w = 0; w < W; ++w) {
             vec(parts[0] + t * L) += with_h.of[w];
-            vec(parts[3] + t * L) += u.of[w] * dy.of[w];
-            vec(s.grad_u[t + 1] + first + w * L) += s.s[t] * to_u.of[w] + skip * dy.of[w];
+            vec(parts[3] + t * L) += vec(s.u[t + 1] + first + w * L) * dy.of[w];
+            vec(s.grad_u[t + 1] + first + w * L) += skip * dy.of[w];
+            vec(s.grad_u[t] + first + w * L) += s.s[t] * to_up.of[w];
         }
         Reflects ? reflect_back(t, first, along_k, before, grad, parts) : decay_back(t, grad);
     }
@@ -602,7 +620,7 @@ class Core {
         for (int w = 0; w < W; ++w) {
             vec(parts[1] + t * L) += along_k.of[w] * q.of[w];
             vec(parts[2] + t * L) += along_k.of[w] * up.of[w];
-            vec(s.grad_u[t] + first + w * L) += er * along_k.of[w];
+            vec(s.grad_u[t] + first + w * L) -= er * along_k.of[w];
         }
     }
 
