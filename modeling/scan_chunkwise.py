@@ -12,6 +12,11 @@ For a chunk that starts from h_0, with token 0 the last one before the chunk and
 
 v is affine in h_0, so steps 2 to 4 are solved for all chunks at once as functions of h_0, and only
 h_c = transition h_0 + update runs from chunk to chunk.
+
+What is read at a step depends on no later one, although the matrix products run over the whole chunk: matrices are cut
+below the diagonal after their products, which may have overflowed, and no operand holds what is not finite, whose
+product with a zero would not be zero. Such a value (but decay 0) is taken out, and its head reads as NaN in all its
+channels from that token on.
 """
 
 import torch
@@ -27,31 +32,57 @@ def scan_chunkwise(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> t
         return torch.zeros_like(inputs.u), initial.h
     # A power of two, so that a sequence meets the same matrix sizes, and so the same rounding, whatever its padding.
     size = min(chunk_size, 1 << (length - 1).bit_length())
+    inputs, poison = without_poison(inputs)
+    poison = to_chunks(poison, size)  # (batch, heads, chunks, c)
     C, k = to_chunks(inputs.C, size), to_chunks(inputs.k, size)  # (batch, heads, chunks, c, state)
     B = with_token_before(to_chunks(inputs.B, size), initial.B)  # (batch, heads, chunks, 1 + c, state)
     u = with_token_before(to_chunks(inputs.u, size), initial.u)  # (batch, heads, chunks, 1 + c, channels)
     E = decay_products(to_chunks(inputs.log_decay, size))  # (batch, heads, chunks, 1 + c, 1 + c)
     response = E * write_weights(to_chunks(inputs.write, size), to_chunks(inputs.carry, size))
 
-    y = (C @ B.mT * response[..., 1:, :]) @ u
+    y = (C @ B.mT * response[..., 1:, :]).tril(1) @ u
     y_from_h = E[..., 1:, :1] * C
     update = (response[..., -1, :, None] * B).mT @ u
     transition = E[..., -1, 0, None, None] * torch.eye(C.shape[-1], dtype=C.dtype, device=C.device)
     if k is not None:
         reflection = to_chunks(inputs.reflection, size)
-        q, q_from_h = solve_projections(k, reflection, B, u, E, response)
-        readout = (C @ k.mT) * E[..., 1:, 1:] * reflection[..., None, :]
+        solution = solve_projections(k, reflection, B, u, E, response)
+        readout = ((C @ k.mT) * E[..., 1:, 1:] * reflection[..., None, :]).tril()
         last = (reflection * E[..., -1, 1:])[..., None] * k
-        y = y - readout @ q.to(y.dtype)
-        y_from_h = y_from_h - readout @ q_from_h.to(y.dtype)
-        update = update - last.mT.to(q.dtype) @ q
-        transition = transition - last.mT.to(q.dtype) @ q_from_h
+        sizes = [y.shape[-1], k.shape[-1]]
+        readable, marks = split_poison(solution.to(y.dtype))
+        poison = poison + marks.sum(-1)
+        q, q_from_h = readable.split(sizes, dim=-1)
+        y, y_from_h = y - readout @ q, y_from_h - readout @ q_from_h
+        q, q_from_h = solution.split(sizes, dim=-1)
+        last = last.mT.to(q.dtype)
+        update, transition = update - last @ q, transition - last @ q_from_h
 
-    starts, h = run_chunks(transition, update, initial.h)
-    y = (y + y_from_h @ starts).flatten(2, 3)[:, :, :length].transpose(1, 2)
+    poison = poison.cumsum(-1)[..., None]
+    starts, h = run_chunks(transition, update + poison[..., -1:, :], initial.h)
+    y = (y + poison + y_from_h @ starts).flatten(2, 3)[:, :, :length].transpose(1, 2)
     if inputs.D is not None:
         y = y + inputs.D[:, None] * inputs.u
     return y, h
+
+
+def without_poison(inputs: ScanInputs) -> tuple[ScanInputs, torch.Tensor]:
+    """The inputs without what is not finite, and NaN at steps that had any, else 0: (batch, length, heads)."""
+    # A log_decay of -inf is decay 0. C stays as it is: only its own step reads it.
+    poison = 0 * inputs.log_decay.detach().clamp(min=0)
+    clean = {"log_decay": torch.where(poison == 0, inputs.log_decay, 0.0)}
+    for name in ("u", "B", "k", "write", "carry", "reflection"):
+        x = getattr(inputs, name)
+        if x is not None:
+            clean[name], marks = split_poison(x)
+            poison = poison + (marks.sum(-1) if name in ("u", "B", "k") else marks)
+    return inputs._replace(**clean), poison
+
+
+def split_poison(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x with 0 in place of what is not finite, and NaN there, else 0, without a gradient."""
+    marks = 0 * x.detach()
+    return torch.where(marks == 0, x, 0.0), marks
 
 
 def to_chunks(x: torch.Tensor | None, size: int) -> torch.Tensor | None:
@@ -72,12 +103,12 @@ def with_token_before(chunks: torch.Tensor, first: torch.Tensor) -> torch.Tensor
 
 
 def decay_products(log_decay: torch.Tensor) -> torch.Tensor:
-    """E[t,s] for 0 <= s <= t <= c, zero above the diagonal: (..., c) -> (..., 1 + c, 1 + c)."""
+    """E[t,s] for 0 <= s <= t <= c; above the diagonal, where nobody reads it, 1: (..., c) -> (..., 1 + c, 1 + c)."""
     size = log_decay.shape[-1] + 1
     below = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
     # Each column is summed from its own start: differences of one long sum would lose digits under strong decay.
     steps = F.pad(log_decay, (1, 0))[..., :, None].masked_fill(~below, 0.0)
-    return steps.cumsum(-2).exp().tril()
+    return steps.cumsum(-2).exp()
 
 
 def write_weights(write: torch.Tensor, carry: torch.Tensor | None) -> torch.Tensor:
@@ -89,15 +120,15 @@ def write_weights(write: torch.Tensor, carry: torch.Tensor | None) -> torch.Tens
 
 
 def solve_projections(k, reflection, B, u, E, response):
-    """q with h_0 = 0, (..., c, channels), and the matrix that gives its share in h_0, (..., c, state)."""
+    """q with h_0 = 0, and beside it the matrix that gives its share in h_0: (..., c, channels + state)."""
     k_exact = k.to(exact_dtype(k))
-    M = ((k_exact @ k_exact.mT) * E[..., :-1, 1:] * reflection[..., None, :]).tril(-1)
-    v = (k @ B.mT * response[..., :-1, :]) @ u
+    M = (k_exact @ k_exact.mT) * E[..., :-1, 1:] * reflection[..., None, :]
+    v = (k @ B.mT * response[..., :-1, :]).tril() @ u
     v_from_h = E[..., :-1, :1] * k
-    # Forward substitution: unlike a series in M it stays exact for repeated k and a reflection of 2.
+    # Forward substitution: unlike a series in M it stays exact for repeated k and a reflection of 2. It reads M below
+    # the diagonal only.
     right = torch.cat([v, v_from_h], dim=-1).to(M.dtype)
-    solution = torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
-    return solution.split([v.shape[-1], k.shape[-1]], dim=-1)
+    return torch.linalg.solve_triangular(M, right, upper=False, unitriangular=True)
 
 
 def exact_dtype(x: torch.Tensor) -> torch.dtype:
