@@ -32,6 +32,8 @@ def scan_chunkwise(inputs: ScanInputs, initial: ScanState, chunk_size: int) -> t
         return torch.zeros_like(inputs.u), initial.h
     # A power of two, so that a sequence meets the same matrix sizes, and so the same rounding, whatever its padding.
     size = min(chunk_size, 1 << (length - 1).bit_length())
+    if inputs.carry is None:  # nobody reads the token before, not even to multiply it by 0
+        initial = ScanState(initial.h, torch.zeros_like(initial.B), torch.zeros_like(initial.u))
     inputs, poison = without_poison(inputs)
     poison = to_chunks(poison, size)  # (batch, heads, chunks, c)
     C, k = to_chunks(inputs.C, size), to_chunks(inputs.k, size)  # (batch, heads, chunks, c, state)

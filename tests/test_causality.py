@@ -18,10 +18,13 @@ TRITON_CHUNK = 16
 
 
 def scaled_after(inputs: ScanInputs, seen: int, scale: float) -> ScanInputs:
-    """All coefficients after so many tokens times `scale`; the decay goes to 0."""
-    return ScanInputs(
-        *(None if x is None else torch.cat([x[:, :seen], scale * x[:, seen:]], dim=1) for x in inputs[:-1]), D=inputs.D
-    )
+    """
+    All coefficients after so many tokens times `scale`, by which the decay goes to 0; with a scale of infinity, the
+    largest numbers that are finite.
+    """
+    later = (None if x is None else torch.nan_to_num(scale * x[:, seen:]) for x in inputs[:-1])
+    pairs = zip(inputs[:-1], later, strict=True)
+    return ScanInputs(*(None if x is None else torch.cat([x[:, :seen], y], dim=1) for x, y in pairs), D=inputs.D)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -32,7 +35,7 @@ def test_later_tokens_of_any_size_change_no_bit(backend, form, dtype):
     state = scan_state(inputs)
     y, _ = run(inputs, state, backend, chunk_size=8)
     for seen in SEEN:
-        for scale in (1e6, 1e30):  # products of the second overflow
+        for scale in (1e6, 1e30, float("inf")):  # products of the second overflow, those of the last with the past's
             found, _ = run(scaled_after(inputs, seen, scale), state, backend, chunk_size=8)
             assert torch.equal(found[:, :seen], y[:, :seen]), (seen, scale)
 
@@ -74,6 +77,16 @@ def test_what_only_one_token_reads_is_felt_there_alone(backend):
     there[1, 13, 2] = True
     assert found[there].isnan().all() and torch.equal(found[~there], y[~there])
     assert torch.equal(last.h, final.h)
+
+
+@pytest.mark.parametrize("backend", TO_THE_TOKEN)
+def test_without_a_carry_nobody_reads_the_token_before(backend):
+    inputs = scan_inputs(form="delta")
+    state = scan_state(inputs)
+    y, _ = run(inputs, state, backend)
+    nothing = {name: torch.full_like(getattr(state, name), float("nan")) for name in ("B", "u")}
+    found, _ = run(inputs, state._replace(**nothing), backend)
+    assert torch.equal(found, y)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
