@@ -1,4 +1,4 @@
-"""Processes where this package cannot be imported: the beginning of their scripts, or a folder of all other packages."""
+"""Where this package cannot be imported: the beginning of scripts, or a folder of all other packages."""
 
 import sys
 from pathlib import Path
