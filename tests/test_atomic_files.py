@@ -54,7 +54,6 @@ def test_a_killed_writer_is_no_longer_waited_for(tmp_path):
         with only_writer(tmp_path / "folder"):
             os.write(done, b"x")
             time.sleep(1000)
-    os.read(ready, 1)
     entered = threading.Event()
 
     def wait():
@@ -62,9 +61,12 @@ def test_a_killed_writer_is_no_longer_waited_for(tmp_path):
             entered.set()
 
     thread = threading.Thread(target=wait)
-    thread.start()
-    assert not entered.wait(0.2)
-    os.kill(child, signal.SIGKILL)
-    assert entered.wait(60)
+    try:
+        os.read(ready, 1)
+        thread.start()
+        early = entered.wait(0.2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert not early and entered.wait(60)
     thread.join()
-    os.waitpid(child, 0)
