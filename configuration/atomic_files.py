@@ -1,38 +1,35 @@
 """Files that are whole or not there, whatever happens while they are written."""
 
 import contextlib
-import glob
 import os
+import re
 import secrets
-import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
-try:
-    import fcntl
-except ImportError:  # there are no such locks on Windows
-    fcntl = None
+from .folder_lock import try_lock
 
-ABANDONED = 24 * 3600  # seconds
+# Names of files that are being written. The digits make a name of its own for each process and thread; earlier
+# versions had none.
+PART = re.compile(r"\.(?P<name>.+(\.\w+))(\.[0-9a-f]{8})?\.part\2")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], wait: bool = True) -> None:
     """
-    Calls `write` with a name beside `path` and renames: whatever happens, `path` is whole or not there. The name is
-    another each time, for several may write; what a killed process left is removed after a day. Without `wait` for the
-    disk this holds unless the machine fails.
+    Calls `write` with a name beside `path` and renames: whatever happens, `path` is whole or not there. Without `wait`
+    for the disk that is so unless the machine fails.
     """
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part{glob.escape(path.suffix)}"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
+    remove_parts(path.parent, path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
-        write(part)
-        if wait:
-            sync(part)
-        os.replace(part, path)
+        # The lock shows others that the part has an owner, for as long as this process lives.
+        with open(part, "xb") as held:
+            lock_if_possible(held)
+            write(part)
+            if wait:
+                sync(part)
+            os.replace(part, path)
         if wait:
             sync(path.parent)
     except BaseException:
@@ -40,37 +37,33 @@ def write_atomically(path: Path, write: Callable[[Path], object], wait: bool = T
         raise
 
 
+def is_part(path: Path) -> bool:
+    return PART.fullmatch(path.name) is not None
+
+
+def remove_parts(folder: Path, of: Path | None = None) -> None:
+    """Removes what killed processes have left in a folder of files that they were writing, or of one file."""
+    for path in folder.iterdir():
+        found = PART.fullmatch(path.name)
+        if found and of in (None, path.with_name(found["name"])):
+            with contextlib.suppress(OSError), open(path, "r+b") as file:
+                if try_lock(file):
+                    path.unlink()
+
+
+def lock_if_possible(file: IO) -> None:
+    # Where there are no locks no part is ever swept.
+    with contextlib.suppress(OSError):
+        try_lock(file)
+
+
 def publish_folder(part: Path, path: Path) -> None:
-    """Gives a folder that has been written under another name, on the same disk, its own; an older one is replaced."""
+    """Gives a folder that has been written under another name, on the same disk, its own; none has it yet."""
     for file in part.rglob("*"):
         sync(file)
     sync(part)
-    older = path.with_name(f".{path.name}.older")
-    shutil.rmtree(older, ignore_errors=True)
-    if path.exists():
-        os.replace(path, older)
     os.replace(part, path)
     sync(path.parent)
-    shutil.rmtree(older, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def only_writer(folder: str | Path | None) -> Iterator[None]:
-    """
-    Waits until no other thread or process is the writer of a folder, which is made if need be, and is it then. The
-    system gives it free when a process ends, however it ends. Where it knows no such locks, and for None, nobody waits.
-    """
-    if folder is None or fcntl is None or Path(folder).is_file():
-        yield
-        return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems have none
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

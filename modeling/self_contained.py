@@ -8,7 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ..configuration.atomic_files import only_writer, write_atomically
+from ..configuration.atomic_files import write_atomically
+from ..configuration.folder_lock import only_writer
 from .downloads import discard_damaged_weights, refuse_damaged
 from .hub_errors import NOTHING_LOADED, clear_errors
 

@@ -20,7 +20,7 @@ from mamba3_nplr import (
     Mamba3NPLRForTokenClassification,
     Mamba3NPLRModel,
 )
-from mamba3_nplr.configuration.atomic_files import only_writer
+from mamba3_nplr.configuration.folder_lock import only_writer
 from mamba3_nplr.modeling import self_contained
 from model_cases import OPTIONS, build, small_config
 from safetensors.torch import load_file, save_file
