@@ -15,8 +15,11 @@ from .folder_lock import try_lock
 PART = re.compile(r"\.(?P<name>.+(\.\w+))(\.[0-9a-f]{8})?\.part\2")
 
 
-def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a name beside `path` and renames: whatever happens, `path` is whole or not there."""
+def write_atomically(path: Path, write: Callable[[Path], object], wait: bool = True) -> None:
+    """
+    Calls `write` with a name beside `path` and renames: whatever happens, `path` is whole or not there. Without `wait`
+    for the disk that is so unless the machine fails.
+    """
     remove_parts(path.parent, path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part{path.suffix}")
     try:
@@ -24,9 +27,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         with open(part, "xb") as held:
             lock_if_possible(held)
             write(part)
-            sync(part)
+            if wait:
+                sync(part)
             os.replace(part, path)
-        sync(path.parent)
+        if wait:
+            sync(path.parent)
     except BaseException:
         part.unlink(missing_ok=True)
         raise

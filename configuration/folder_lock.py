@@ -1,15 +1,19 @@
 """One process at a time in a folder. The kernel keeps the lock: it ends with its process, however that ends."""
 
 import errno
-import fcntl
 import os
 import socket
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks
+    fcntl = None
 
 LOCK = ".mamba3_nplr.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of file systems that cannot lock
@@ -42,6 +46,27 @@ def folder_lock(folder: Path) -> Iterator[None]:
                     path.unlink(missing_ok=True)
 
 
+@contextmanager
+def only_writer(folder: str | Path | None) -> Iterator[None]:
+    """
+    Waits until no other thread or process is in such a block with the same folder, which is made if need be. It leaves
+    no file there. Where there are no locks, and for None, nobody waits.
+    """
+    if folder is None or fcntl is None or Path(folder).is_file():
+        yield
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # of network file systems that cannot lock a folder
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # for a process that was forked off meanwhile has it too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
 def claim(file: IO[str], path: Path) -> None:
     try:
         if try_lock(file):
@@ -60,6 +85,8 @@ def claim(file: IO[str], path: Path) -> None:
 
 def try_lock(file: IO) -> bool:
     """Locks an open file unless another has: a process, or another opening of the file in this one."""
+    if fcntl is None:
+        raise OSError(errno.ENOSYS, "No locks on this system")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -82,4 +109,5 @@ def leave_to_parent() -> None:
     HELD.clear()
 
 
-os.register_at_fork(after_in_child=leave_to_parent)
+if fcntl is not None:
+    os.register_at_fork(after_in_child=leave_to_parent)

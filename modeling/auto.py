@@ -1,8 +1,7 @@
-"""The models' entries in the Auto classes of transformers, and an Auto class for policies."""
+"""An Auto class for policies, which transformers has not. `registration` enters the models in those that it has."""
 
 from collections import OrderedDict
 
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.models.auto.auto_factory import _BaseAutoModelClass, _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -15,18 +14,9 @@ class AutoModelForBehaviorCloning(_BaseAutoModelClass):
     _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
 
 
-AUTO_CLASSES = (
-    AutoModel,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoModelForBehaviorCloning,
-)
-FAMILIES = {
-    modeling_mamba3_nplr: modeling_mamba3_nplr.Mamba3NPLRPreTrainedModel,
-    modeling_delta_family: modeling_delta_family.DeltaFamilyPreTrainedModel,
-    modeling_ids4: modeling_ids4.IDS4PreTrainedModel,
-}
-
-for module, family in FAMILIES.items():
-    for auto_class in AUTO_CLASSES:
-        auto_class.register(family.config_class, getattr(module, family.auto_classes[auto_class.__name__]))
+for policy in (
+    modeling_mamba3_nplr.Mamba3NPLRForBehaviorCloning,
+    modeling_delta_family.DeltaFamilyForBehaviorCloning,
+    modeling_ids4.IDS4ForBehaviorCloning,
+):
+    AutoModelForBehaviorCloning.register(policy.config_class, policy)

@@ -65,9 +65,11 @@ def try_library() -> str | None:
 
 
 def explain(error: Exception) -> str:
-    """Why there is no library: the compiler's last words; or no compiler, no place to keep the library, no home."""
+    """Why there is no library: what the compiler says; or no compiler, no place to keep the library, no home."""
     if isinstance(error, subprocess.CalledProcessError):
-        return f"its compilation failed: {error.stderr.strip().splitlines()[-1] if error.stderr else error}"
+        lines = (error.stderr or "").strip().splitlines()
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
+        return f"its compilation failed: {said.strip()}"
     return str(error)
 
 

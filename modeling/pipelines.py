@@ -14,6 +14,7 @@ from transformers import Pipeline
 from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from .collation import padding_mask
+from .self_contained import exported_name
 
 
 class SequencePipeline(Pipeline):
@@ -204,7 +205,7 @@ PIPELINES = {
 
 def custom_pipelines(model_class: type) -> dict[str, dict]:
     """What the configuration of a checkpoint says about the pipelines that can run it."""
-    module = __name__.rpartition(".")[2]
+    module = exported_name(__name__)
     return {
         task: {"impl": f"{module}.{pipeline.__name__}", "pt": [auto_class], "type": input_type}
         for task, (pipeline, auto_class, input_type) in PIPELINES.items()

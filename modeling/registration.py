@@ -1,104 +1,174 @@
 """
 Makes the models known to the Auto classes of transformers, and the pipelines to `pipeline`, without loading those
 first: that takes seconds, which `import mamba3_nplr` should not cost a program that never asks for them.
+
+What is entered there is only where ours are; they are loaded when they are looked up. So nothing is loaded while a
+module of transformers is: one thread in the middle of theirs and another in ours would wait for each other. And an
+entry is made in a moment and may be made again, whatever interrupted the first attempt.
 """
 
 import sys
+from collections import UserDict
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
+from typing import NamedTuple
 
-PACKAGE = __name__.rpartition(".")[0]
-CONFIGURATIONS = "transformers.models.auto.configuration_auto"
-MODELS = "transformers.models.auto.modeling_auto"
-PIPELINES, OUR_PIPELINES = "transformers.pipelines", f"{PACKAGE}.pipelines"
-OUR_MODELS = tuple(
-    f"{PACKAGE}.{name}" for name in ("sequence_model", "modeling_mamba3_nplr", "modeling_delta_family", "modeling_ids4")
-)
+PACKAGE, MODELING = __name__.split(".")[0], __name__.rpartition(".")[0]
+
+
+class Family(NamedTuple):
+    config: str
+    module: str
+    base: str  # the class in that module that knows which Auto class loads what
+
+
+FAMILIES = {
+    "mamba3_nplr": Family(
+        f"{PACKAGE}.configuration.configuration_mamba3_nplr.Mamba3NPLRConfig",
+        f"{MODELING}.modeling_mamba3_nplr",
+        "Mamba3NPLRPreTrainedModel",
+    ),
+    "delta_family": Family(
+        f"{PACKAGE}.configuration.configuration_delta_family.DeltaFamilyConfig",
+        f"{MODELING}.modeling_delta_family",
+        "DeltaFamilyPreTrainedModel",
+    ),
+    "input_dependent_s4": Family(
+        f"{PACKAGE}.configuration.configuration_ids4.IDS4Config", f"{MODELING}.modeling_ids4", "IDS4PreTrainedModel"
+    ),
+}
+AUTO_CLASSES = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+TASKS = ("state-tracking", "behavior-cloning")
 
 
 def register() -> None:
     """Registers at once with what is loaded already, and with the rest as soon as it is loaded."""
-    actions = {CONFIGURATIONS: register_configurations} | dict.fromkeys((MODELS, *OUR_MODELS), register_models)
-    actions |= dict.fromkeys((PIPELINES, OUR_PIPELINES), register_pipelines)
-    waiting = {name: action for name, action in actions.items() if name not in sys.modules}
-    sys.meta_path.insert(0, AfterImport(waiting))
-    for name, action in actions.items():
-        if name not in waiting:
-            action()
+    if AFTER_IMPORT not in sys.meta_path:
+        sys.meta_path.insert(0, AFTER_IMPORT)
+    for name, action in AFTER_IMPORT.actions.items():
+        if name in sys.modules:
+            action(import_module(name))  # which waits for another thread that is still loading it
 
 
-def register_configurations() -> None:
-    from transformers.models.auto.configuration_auto import AutoConfig
+class Entries(UserDict):
+    """
+    The entries of a dictionary and, after them, some that are loaded when they are asked for.
 
-    from ..configuration.configuration_delta_family import DeltaFamilyConfig
-    from ..configuration.configuration_ids4 import IDS4Config
-    from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
+    Args:
+        entries: Stays what it is for all who know it, and is written into.
+        later: Functions by the names of their keys; a class is named by its module and its own name.
+        load_key: The key of a name.
+    """
 
-    for config_class in (Mamba3NPLRConfig, DeltaFamilyConfig, IDS4Config):
-        AutoConfig.register(config_class.model_type, config_class)
+    def __init__(self, entries: dict, later: dict[str, Callable[[], object]], load_key: Callable = str):
+        self.data, self.later, self.load_key = entries, later, load_key
+
+    def __contains__(self, key) -> bool:
+        return key in self.data or name_of(key) in self.later
+
+    def __getitem__(self, key):
+        return self.data[key] if key in self.data else self.later[name_of(key)]()
+
+    def __iter__(self):
+        named = {name_of(key) for key in self.data}
+        return iter([*self.data, *(self.load_key(name) for name in self.later if name not in named)])
+
+    def __len__(self) -> int:
+        return len({name_of(key) for key in self.data} | self.later.keys())
 
 
-def register_models() -> None:
-    import_module(f"{PACKAGE}.auto")
+def name_of(key) -> str:
+    return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
 
 
-def register_pipelines() -> None:
+def load_class(name: str) -> type:
+    module, _, own = name.rpartition(".")
+    return getattr(import_module(module), own)
+
+
+def load_model(family: Family, auto_class: str) -> type:
+    module = import_module(family.module)
+    return getattr(module, getattr(module, family.base).auto_classes[auto_class])
+
+
+def load_pipeline(task: str) -> dict:
+    """A task as `pipeline` looks it up."""
     from transformers import AutoModelForSequenceClassification
-    from transformers.pipelines import PIPELINE_REGISTRY
 
     from .auto import AutoModelForBehaviorCloning
     from .pipelines import PIPELINES
 
+    pipeline_class, auto_class, input_type = PIPELINES[task]
     loaders = {"AutoModel": AutoModelForBehaviorCloning}
-    for task, (pipeline_class, auto_class, input_type) in PIPELINES.items():
-        if PIPELINE_REGISTRY.supported_tasks.get(task, {}).get("impl") is pipeline_class:
-            continue
-        loader = loaders.get(auto_class, AutoModelForSequenceClassification)
-        PIPELINE_REGISTRY.register_pipeline(task, pipeline_class, loader, type=input_type)
+    loader = loaders.get(auto_class, AutoModelForSequenceClassification)
+    return {"impl": pipeline_class, "pt": (loader,), "type": input_type}
+
+
+def forward_attributes(module) -> None:
+    """
+    transformers puts another module in its own place. Threads that import it while it is loaded are left with the
+    first, which has none of its classes; now it asks the other for them.
+    """
+    other = sys.modules["transformers"]
+    if other is not module:
+        module.__getattr__ = partial(getattr, other)
+
+
+def register_configurations(module) -> None:
+    mapping = module.CONFIG_MAPPING
+    if not isinstance(mapping._extra_content, Entries):
+        later = {model_type: partial(load_class, family.config) for model_type, family in FAMILIES.items()}
+        mapping._extra_content = Entries(mapping._extra_content, later)
+
+
+def register_models(module) -> None:
+    for name in AUTO_CLASSES:
+        mapping = getattr(module, name)._model_mapping
+        if not isinstance(mapping._extra_content, Entries):
+            later = {family.config: partial(load_model, family, name) for family in FAMILIES.values()}
+            mapping._extra_content = Entries(mapping._extra_content, later, load_class)
+
+
+def register_pipelines(module) -> None:
+    registry = module.PIPELINE_REGISTRY
+    if not isinstance(registry.supported_tasks, Entries):
+        later = {task: partial(load_pipeline, task) for task in TASKS}
+        registry.supported_tasks = Entries(registry.supported_tasks, later)
 
 
 class AfterImport(MetaPathFinder):
     """
-    Calls an action once after a module has been imported, by whomever, and when no other of the modules is still being
-    loaded: ours load those of transformers, and could not be imported from there. One action ends before the next.
+    Calls an action with each of some modules that has been loaded, by whomever, before anyone else sees it. Where
+    either is interrupted the module is not there, and its next import does both again.
     """
 
-    def __init__(self, actions: dict[str, Callable[[], None]]):
+    def __init__(self, actions: dict[str, Callable]):
         self.actions = actions
-        self.loading = set()
-        self.due = []
-        self.acting = False
 
     def find_spec(self, name, path=None, target=None):
-        # Taken out first, so that the search below finds the module's own loader.
-        action = self.actions.pop(name, None)
-        if action is None:
+        if name not in self.actions:
             return None
-        spec = find_spec(name)
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_then_act(module):
-            self.loading.add(name)
-            try:
-                execute(module)
-            finally:
-                self.loading.discard(name)
-            self.due.append(action)
-            self.act()
+            execute(module)
+            self.actions[name](module)
 
         spec.loader.exec_module = execute_then_act
         return spec
 
-    def act(self) -> None:
-        if self.acting or self.loading:
-            return
-        self.acting = True
-        try:
-            while self.due:
-                self.due.pop(0)()
-        finally:
-            self.acting = False
+
+AFTER_IMPORT = AfterImport(
+    {
+        "transformers": forward_attributes,
+        "transformers.models.auto.configuration_auto": register_configurations,
+        "transformers.models.auto.modeling_auto": register_models,
+        "transformers.pipelines": register_pipelines,
+    }
+)

@@ -17,9 +17,6 @@ sizes, N and P the powers of two, at least 16, that hold them (P a block of the 
 value is written once and by one program, so results are the same in every run.
 """
 
-import triton
-import triton.language as tl
-
 from .triton_backward import backward_chunk_kernel, backward_kernel, backward_state_kernel
 from .triton_chunk import (
     add_token_responses,
@@ -44,6 +41,8 @@ from .triton_chunk import (
     store_matrix,
     store_tile,
     sum_logs,
+    tl,
+    triton,
     weight_matrix,
 )
 

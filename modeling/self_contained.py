@@ -1,23 +1,29 @@
 """Checkpoints that carry their own code, so that they load with `trust_remote_code=True` where this package is not."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from ..configuration.atomic_files import write_atomically
+from ..configuration.folder_lock import only_writer
 from .downloads import discard_damaged_weights, refuse_damaged
 from .hub_errors import NOTHING_LOADED, clear_errors
 
 PUSHED_OR_NOT = "The repository holds all of this push or nothing; push again."
+# Before the names of code files in a checkpoint, except for those that name a family of models: someone may have a
+# losses.py or heads.py of his own in that folder.
+PREFIX, FAMILY_PREFIXES = "mamba3_nplr_", ("modeling_", "configuration_")
 RELATIVE_IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)( import )", flags=re.MULTILINE)
 
 
 def source_files(module_name: str) -> dict[str, str]:
     """
-    The source of a module and of every module it imports relatively, by file name, with their imports made flat:
-    `from ..folder.name import x` becomes `from .name import x`.
+    The source of a module and of every module it imports relatively, by the name of its file in a checkpoint, with
+    their imports made flat: `from ..folder.name import x` becomes `from .mamba3_nplr_name import x`.
     """
     found, waiting = {}, [module_name]
     while waiting:
@@ -27,12 +33,18 @@ def source_files(module_name: str) -> dict[str, str]:
         source = exported() if exported else module_file(name).read_text(encoding="utf-8")
         for _, dots, path, _ in RELATIVE_IMPORT.findall(source):
             imported = ".".join([*name.split(".")[: -len(dots)], path])
-            if module_file(imported).name not in found and imported not in waiting:
+            if f"{exported_name(imported)}.py" not in found and imported not in waiting:
                 waiting.append(imported)
-        found[module_file(name).name] = RELATIVE_IMPORT.sub(
-            lambda match: f"{match[1]}.{match[3].split('.')[-1]}{match[4]}", source
+        found[f"{exported_name(name)}.py"] = RELATIVE_IMPORT.sub(
+            lambda match: f"{match[1]}.{exported_name(match[3])}{match[4]}", source
         )
     return found
+
+
+def exported_name(module_name: str) -> str:
+    """The name of a module in a checkpoint, where it may be already."""
+    name = module_name.rpartition(".")[2]
+    return name if name.startswith((PREFIX, *FAMILY_PREFIXES)) else PREFIX + name
 
 
 def module_file(name: str) -> Path:
@@ -60,26 +72,25 @@ class SelfContainedMixin:
     @classmethod
     def auto_map(cls) -> dict[str, str]:
         cls = cls.importable_class()
-        config_module = cls.config_class.__module__.rpartition(".")[2]
-        model_module = cls.__module__.rpartition(".")[2]
+        config_module = exported_name(cls.config_class.__module__)
+        model_module = exported_name(cls.__module__)
         entries = {"AutoConfig": f"{config_module}.{cls.config_class.__name__}"}
         return entries | {auto: f"{model_module}.{name}" for auto, name in cls.auto_classes.items()}
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
-        """As in transformers, and in addition writes the code files."""
-        # Not before: pipelines load much that a model does not need.
-        from .pipelines import custom_pipelines
-
+        """As in transformers, and in addition writes the code files. Of several at once into a folder, each waits."""
         self.config.auto_map = self.auto_map()
-        self.config.custom_pipelines = custom_pipelines(self.importable_class())
+        # A pipeline that saves itself writes them there; they are about the checkpoint, and not about this model.
+        vars(self.config).pop("custom_pipelines", None)
         repository = kwargs.get("repo_id") or Path(save_directory).name
-        try:
+        # Other processes of one training take part in a save, and must not wait for the one that writes. Before
+        # transformers 5.22 the caller alone knew which that is.
+        writes = getattr(self, "should_save_on_this_rank", bool)(is_main_process)
+        with only_writer(save_directory if writes else None):
             with clear_errors(repository, "pushed", PUSHED_OR_NOT, kwargs.get("token")):
                 super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        finally:
-            del self.config.custom_pipelines
-        if is_main_process:
-            self.write_code(save_directory)
+            if writes:
+                self.write_code(save_directory)
 
     def push_to_hub(self, repo_id: str, *args, **kwargs):
         """As in transformers, with errors that say what to do."""
@@ -92,8 +103,21 @@ class SelfContainedMixin:
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def write_code(self, folder) -> None:
-        for file_name, source in source_files(self.importable_class().__module__).items():
-            (Path(folder) / file_name).write_text(source, encoding="utf-8")
+        """The code files, and in the configuration the pipelines that run them."""
+        # Not before: pipelines load much that a model does not need.
+        from .pipelines import custom_pipelines
+
+        files = source_files(self.importable_class().__module__)
+        config = Path(folder) / "config.json"
+        if config.exists():  # beside an adapter there is none
+            # Written here, for an attribute of the configuration would be seen by all threads that use the model.
+            entries = json.loads(config.read_text(encoding="utf-8"))
+            entries["custom_pipelines"] = custom_pipelines(self.importable_class())
+            files[config.name] = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+        for name, text in files.items():
+            path = Path(folder) / name
+            # As for the weights, it is left to the caller to wait for the disk: each file may take it a while.
+            write_atomically(path, lambda part, text=text: part.write_text(text, encoding="utf-8"), wait=False)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):

@@ -1,8 +1,5 @@
 """The kernels of the backward pass of the scan; `scan_triton_kernels` says what each does."""
 
-import triton
-import triton.language as tl
-
 from .triton_chunk import (
     add_token_responses,
     chunk_inverse,
@@ -32,6 +29,8 @@ from .triton_chunk import (
     store_matrix,
     store_tile,
     sum_logs,
+    tl,
+    triton,
     weight_matrix,
 )
 

@@ -21,8 +21,12 @@ Tiles stay in the dtype they were loaded in until `.to(tl.float32)`: the interpr
 Positions past the end of a sequence load zeros, which are the identity step.
 """
 
-import triton
-import triton.language as tl
+# transformers refuses code that imports what is not installed, except in a `try`, whether or not it would be reached.
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("These kernels need Triton; the other backends of the scan do not.") from error
 
 
 @triton.jit

@@ -91,9 +91,7 @@ def blocks(pairs: int, settings: Settings, device: torch.device) -> tuple[int, i
 
 def constants(kernel: str, settings: Settings, tensors: dict[str, torch.Tensor | None], **more) -> dict:
     """Compile-time arguments of a kernel."""
-    import triton.language as tl
-
-    from .scan_triton_kernels import KERNELS
+    from .scan_triton_kernels import KERNELS, tl
 
     every = settings._asdict() | {
         "HAS_CARRY": tensors.get("carry") is not None,

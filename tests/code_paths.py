@@ -131,13 +131,13 @@ def why_not(setting: Setting) -> str | None:
 
 
 def environment(setting: Setting, folder: Path) -> dict[str, str]:
-    from mamba3_nplr.modeling.cpu_library import compiler
+    from mamba3_nplr.modeling.cpu_library import compiler, words_of
 
     # Threads that spin while they wait for each other would take for ever beside other work.
     found = os.environ | {"OMP_NUM_THREADS": str(setting.threads), "GOMP_SPINCOUNT": "1000"} | setting.variables
     if compiler() and "MKL_ENABLE_INSTRUCTIONS" in setting.variables:
         library = folder / "intel.so"
-        command = [compiler(), "-x", "c", "-", "-shared", "-fPIC", "-o", str(library)]
+        command = [*words_of(compiler()), "-x", "c", "-", "-shared", "-fPIC", "-o", str(library)]
         subprocess.run(command, input=INTEL, text=True, check=True)
         found["LD_PRELOAD"] = str(library)
     if compiler() and setting.march:

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from mamba3_nplr import (
     Mamba3NPLRForTokenClassification,
     Mamba3NPLRModel,
 )
+from mamba3_nplr.configuration.folder_lock import only_writer
+from mamba3_nplr.modeling import self_contained
 from model_cases import OPTIONS, build, small_config
 from safetensors.torch import load_file, save_file
 from scan_cases import error
@@ -59,7 +63,7 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
             model.select_action(inputs["observations"][:, 0])
         print(folder.name, type(model).__name__, type(model).__module__.partition(".")[0])
     # The code of one checkpoint loads beside that of another, and again if it has changed.
-    scan = folder / f"checkpoint_{folder.name}" / "scan_cpu.py"
+    scan = folder / f"checkpoint_{folder.name}" / "mamba3_nplr_scan_cpu.py"
     source = scan.read_text()
     scan.write_text(source + "# changed")
     model = auto_class.from_pretrained(scan.parent, trust_remote_code=True)
@@ -187,3 +191,61 @@ def test_a_class_made_up_by_a_wrapper_saves_what_it_stands_for(tmp_path):
     model.save_pretrained(tmp_path / "wrapped")
     compared = filecmp.dircmp(tmp_path / "plain", tmp_path / "wrapped")
     assert not compared.diff_files and not compared.left_only and not compared.right_only
+
+
+def assert_same_files(first, second):
+    names = sorted(path.name for path in Path(first).iterdir())
+    assert names == sorted(path.name for path in Path(second).iterdir())
+    assert filecmp.cmpfiles(first, second, names, shallow=False)[1:] == ([], [])
+
+
+def test_what_someone_else_wrote_into_the_folder_stays(tmp_path):
+    """Whatever it is called, unless it is called after a family of models."""
+    sources = [*Path(self_contained.__file__).parent.glob("*.py"), Path("train.py"), Path("utils.py")]
+    mine = [tmp_path / path.name for path in sources if not path.stem.startswith(("modeling_", "configuration_"))]
+    assert tmp_path / "losses.py" in mine and tmp_path / "heads.py" in mine
+    for path in mine:
+        path.write_text("mine")
+    model = build(Mamba3NPLRModel)
+    for _ in range(2):
+        model.save_pretrained(tmp_path)
+        assert all(path.read_text() == "mine" for path in mine)
+
+
+def test_code_of_a_newer_version_takes_the_place_of_an_older_one(tmp_path, monkeypatch):
+    model = build(Mamba3NPLRModel)
+    model.save_pretrained(tmp_path / "new")
+    older = {name: f"older = {name!r}" for name in self_contained.source_files(Mamba3NPLRModel.__module__)}
+    with monkeypatch.context() as patch:
+        patch.setattr(self_contained, "source_files", lambda module: dict(older))
+        model.save_pretrained(tmp_path / "old")
+    assert (tmp_path / "old" / "mamba3_nplr_losses.py").read_text().startswith("older")
+    model.save_pretrained(tmp_path / "old")
+    assert_same_files(tmp_path / "old", tmp_path / "new")
+
+
+def test_several_threads_may_save_one_model(tmp_path):
+    model = build(Mamba3NPLRForSequenceClassification, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "alone")
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            folders = [tmp_path / f"number{i}" for i in range(8)] + [tmp_path / "one"] * 8
+            list(pool.map(model.save_pretrained, folders))
+    finally:
+        sys.setswitchinterval(interval)
+    for folder in set(folders):
+        assert_same_files(folder, tmp_path / "alone")
+    assert not hasattr(model.config, "custom_pipelines")
+
+
+def test_a_save_waits_for_another_into_the_same_folder(tmp_path):
+    model = build(Mamba3NPLRModel)
+    with ThreadPoolExecutor(1) as pool:
+        with only_writer(tmp_path / "one"):
+            waiting = pool.submit(model.save_pretrained, tmp_path / "one")
+            model.save_pretrained(tmp_path / "other")
+            assert not waiting.done() and not list((tmp_path / "one").iterdir())
+        waiting.result()
+    assert_same_files(tmp_path / "one", tmp_path / "other")

@@ -4,10 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from mamba3_nplr.configuration import folder_lock as locking
-from mamba3_nplr.configuration.folder_lock import LOCK, FolderInUseError, folder_lock
+from mamba3_nplr.configuration.folder_lock import LOCK, FolderInUseError, folder_lock, only_writer
 
 HOLDER = """
 import sys, time
@@ -93,3 +95,48 @@ def test_processes_that_the_owner_has_forked_hold_nothing(tmp_path):
                 os.kill(child, 0)  # it is alive
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_killed_writer_is_no_longer_waited_for(tmp_path):
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with only_writer(tmp_path / "folder"):
+            os.write(done, b"x")
+            time.sleep(1000)
+    entered = threading.Event()
+
+    def wait():
+        with only_writer(tmp_path / "folder"):
+            entered.set()
+
+    thread = threading.Thread(target=wait)
+    try:
+        os.read(ready, 1)
+        thread.start()
+        early = entered.wait(0.2)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert not early and entered.wait(60)
+    thread.join()
+
+
+def test_a_process_that_the_writer_has_forked_is_not_waited_for(tmp_path):
+    with only_writer(tmp_path):
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000)
+    entered = threading.Event()
+
+    def wait():
+        with only_writer(tmp_path):
+            entered.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    early = entered.wait(10)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    thread.join()
+    assert early

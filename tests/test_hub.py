@@ -12,8 +12,10 @@ from hub_server import HubServer
 from huggingface_hub.errors import HTTPError
 from mamba3_nplr.datasets_scripts.build import build
 from mamba3_nplr.modeling.hub_errors import clear_errors
+from mamba3_nplr.modeling.self_contained import source_files
 from training_program import PROGRAM
-from without_package import BLOCKER
+from transformers.dynamic_module_utils import get_imports
+from without_package import other_packages
 
 DATASETS = textwrap.dedent(
     """
@@ -233,8 +235,12 @@ MODELS = REFUSED + textwrap.dedent(
     """
 )
 
-WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
+# Nor Triton, as where torch is made for processors only: transformers looks at the imports of all files.
+WITHOUT_THE_PACKAGE = textwrap.dedent(
     """
+    import sys
+    from importlib.util import find_spec
+    assert find_spec("mamba3_nplr") is None and find_spec("triton") is None
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForSequenceClassification
@@ -504,7 +510,9 @@ def test_models(hub, run, tmp_path):
     assert {path.name for path in (hub.folder / "models" / "user").iterdir()} == {"model", "model2", "shards", "plain"}
     titles = [commit["title"] for commit in hub.repository("user/plain").history()]
     assert titles == ["End of training", *(f"Training in progress, step {i}" for i in (2, 1)), "initial commit"]
-    run(WITHOUT_THE_PACKAGE)
+    packages = other_packages(tmp_path.with_name(f"{tmp_path.name}_packages"), "triton")
+    command = [sys.executable, "-S", "-c", WITHOUT_THE_PACKAGE]
+    run_client(hub, tmp_path, command, PYTHONPATH=str(packages))
     shards = {path.name for path in (tmp_path / "shards").glob("*.safetensors")}
     assert len(shards) > 1 and shards <= set(hub.repository("user/shards").files())
     saved = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir() if path.name != "README.md"}
@@ -514,6 +522,16 @@ def test_models(hub, run, tmp_path):
         repository = hub.repository(name)
         assert set(repository.files()) == set(saved) | {".gitattributes", "README.md"}
         assert {path: repository.read(path) for path in saved} == saved, name
+
+
+def test_the_code_of_checkpoints_needs_nothing_but_what_the_models_need(tmp_path):
+    """As transformers sees it: whatever is imported anywhere outside of a `try`."""
+    needed = {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
+    for family in ("mamba3_nplr", "delta_family", "ids4"):
+        for name, source in source_files(f"mamba3_nplr.modeling.modeling_{family}").items():
+            (tmp_path / name).write_text(source)
+    for path in tmp_path.iterdir():
+        assert set(get_imports(path)) <= needed | sys.stdlib_module_names, path.name
 
 
 def test_access_and_revisions(run):

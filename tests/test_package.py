@@ -54,6 +54,76 @@ assert AutoModelForBehaviorCloning.from_config(Mamba3NPLRConfig()).num_parameter
 """
 SUBMODULES = ("modeling_ids4", "sequence_model")
 
+# Each of the functions loads something first that others wait for, in an order that no one can foresee.
+IN_THREADS = """
+import sys, threading, traceback
+import mamba3_nplr
+sys.setswitchinterval(1e-5)
+
+def configuration():
+    from transformers import AutoConfig
+    assert type(AutoConfig.for_model("mamba3_nplr")).__name__ == "Mamba3NPLRConfig"
+
+def model():
+    from transformers import AutoModel
+    assert type(AutoModel.from_config(mamba3_nplr.IDS4Config())).__name__ == "IDS4Model"
+
+def task():
+    from transformers.pipelines import check_task
+    assert check_task("state-tracking")[1]["impl"].__name__ == "StateTrackingPipeline"
+
+def ours():
+    from mamba3_nplr.modeling.pipelines import custom_pipelines
+    assert mamba3_nplr.DeltaFamilyForSequenceClassification and mamba3_nplr.AutoModelForBehaviorCloning
+
+def run(use):
+    barrier.wait()
+    try:
+        use()
+    except BaseException:
+        failures.append(traceback.format_exc())
+
+uses = [configuration, model, task, ours] * 2
+barrier, failures = threading.Barrier(len(uses)), []
+threads = [threading.Thread(target=run, args=(use,)) for use in uses]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, "".join(failures)
+"""
+
+INTERRUPTED = """
+import sys
+import mamba3_nplr
+
+class Interruption:
+    def find_spec(self, name, path=None, target=None):
+        if name in names:
+            names.remove(name)
+            raise KeyboardInterrupt(name)
+
+def use():
+    from transformers import AutoConfig, AutoModel, pipeline
+    from transformers.pipelines import check_task
+    assert type(AutoModel.from_config(AutoConfig.for_model("mamba3_nplr"))).__name__ == "Mamba3NPLRModel"
+    assert check_task("behavior-cloning")[1]["impl"].__name__ == "BehaviorCloningPipeline"
+
+# What is loaded by the modules after which we register, and then by our own.
+names = ["transformers.models.auto.auto_mappings", "transformers.models.auto.auto_factory"]
+names += ["mamba3_nplr.configuration.configuration_mamba3_nplr", "mamba3_nplr.modeling.modeling_mamba3_nplr"]
+names += ["transformers.pipelines.base", "mamba3_nplr.modeling.pipelines"]
+sys.meta_path.insert(0, Interruption())
+interruptions = 0
+while True:
+    try:
+        use()
+        break
+    except KeyboardInterrupt:
+        interruptions += 1
+assert interruptions == 6 and not names, (interruptions, names)
+"""
+
 
 def python(code, cwd, **environment):
     command = [sys.executable, "-c", code]
@@ -69,6 +139,26 @@ def test_importing_is_quiet_and_light(tmp_path):
 def test_the_auto_classes_know_the_models_in_any_order_of_imports(tmp_path):
     for code in (REGISTERS, REGISTERS_WITHOUT_BEING_ASKED, *map(SUBMODULE_FIRST.format, SUBMODULES)):
         python(code, tmp_path)
+
+
+def test_the_auto_classes_may_be_used_first_in_several_threads(tmp_path):
+    python(IN_THREADS, tmp_path)
+
+
+def test_the_auto_classes_know_the_models_after_an_interruption(tmp_path):
+    python(INTERRUPTED, tmp_path)
+
+
+def test_a_registration_of_someone_else_goes_first():
+    from mamba3_nplr.modeling.registration import Entries
+
+    loaded = []
+    known = {"a": 1}
+    entries = Entries(known, {"a": lambda: 2, "b": lambda: loaded.append("b") or 3})
+    assert "b" in entries and list(entries) == ["a", "b"] and len(entries) == 2 and not loaded
+    assert dict(entries) == {"a": 1, "b": 3} and "c" not in entries
+    entries["b"] = 4
+    assert entries["b"] == known["b"] == 4 and len(entries) == 2
 
 
 def test_exports_exist():

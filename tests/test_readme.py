@@ -53,7 +53,7 @@ def test_the_examples_run(tmp_path):
         done = run_script(hub, tmp_path, SESSION)
     assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
     assert "'token': 'press', 'element'" in done.stdout and "'label': 'LABEL_" in done.stdout
-    assert hub.repository("user/policy").private and "pipelines.py" in hub.repository("user/policy").files()
+    assert hub.repository("user/policy").private and "mamba3_nplr_pipelines.py" in hub.repository("user/policy").files()
     assert hub.repository("user/words", "datasets").private
     for folder in ("switch", "policy"):  # it learns
         found = losses(tmp_path / folder)

@@ -167,10 +167,10 @@ def test_it_runs_on_processors_only():
 def test_a_missing_or_failing_compiler_is_explained(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_library.shutil, "which", lambda name: None)
     with pytest.raises(OSError, match="no C\\+\\+ compiler was found"):
-        cpu_library.library_key(SOURCE)
+        cpu_library.build(SOURCE, tmp_path / "missing")
     monkeypatch.undo()
     with pytest.raises(subprocess.CalledProcessError) as failed:
-        cpu_library.build("this is no C++", tmp_path / "broken.so")
+        cpu_library.build("this is no C++", tmp_path / "broken")
     assert "error" in failed.value.stderr
     assert not list(tmp_path.iterdir())
 
@@ -217,10 +217,10 @@ def test_only_what_is_used_is_compiled(dtypes, tmp_path):
 
 
 def test_a_compilation_is_announced_before_it_begins(monkeypatch, tmp_path):
-    events, run = [], subprocess.run
+    events, run = [], cpu_library.run_compiler
     monkeypatch.setattr(cpu_library.logger, "warning", lambda message: events.append(message.split()[0]))
-    monkeypatch.setattr(cpu_library.subprocess, "run", lambda *a, **named: events.append("run") or run(*a, **named))
-    cpu_library.build('extern "C" int answer() { return 42; }', tmp_path / "tiny.so")
+    monkeypatch.setattr(cpu_library, "run_compiler", lambda command: events.append("run") or run(command))
+    cpu_library.build('extern "C" int answer() { return 42; }', tmp_path / "tiny")
     assert events == ["Compiling", "run"]
 
 
