@@ -31,15 +31,13 @@ def known_to_compiled_code(kind: Kind) -> Kind:
     return kind
 
 
-def may_step(hidden_states, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> bool:
+def may_step(hidden_states: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> bool:
     """Whether these are single tokens of a few rows, and nothing but their numbers is asked for."""
     # First: a graph that is being traced would be bound to the sizes that are asked for below.
-    if not is_plain_torch() or mask is not None or cu_seqlens is not None:
-        return False
-    if type(hidden_states) not in PLAIN_TYPES or hidden_states.dim() != 3 or hidden_states.dtype not in DTYPES:
+    if not is_plain_torch() or mask is not None or cu_seqlens is not None or hidden_states.dim() != 3:
         return False
     rows, length, _ = hidden_states.shape
-    return length == 1 and 1 <= rows <= MAX_ROWS
+    return length == 1 and rows <= MAX_ROWS
 
 
 def is_plain_torch() -> bool:
@@ -53,7 +51,6 @@ def is_plain_torch() -> bool:
         or torch._C._len_torch_function_stack()  # a default device, and modes of users
         or torch._C._functorch.peek_interpreter_stack() is not None  # vmap and the other transforms of torch.func
         or forward_ad._current_level >= 0  # tangents flow without gradients too
-        or has_global_hooks()
     )
 
 

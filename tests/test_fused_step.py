@@ -10,6 +10,7 @@ from mamba3_nplr.modeling import cpu_library
 from mamba3_nplr.modeling.mixer_cpu import BlockFrame, step_cpu
 from mamba3_nplr.modeling.mixer_mamba3 import Mamba3State
 from mamba3_nplr.modeling.scan import BACKENDS
+from mamba3_nplr.modeling.sequence_model import RecurrentBlock
 from model_cases import OPTIONS, build
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -69,7 +70,11 @@ def outcome(function):
 
 def advance(block, backend, x, state, mixer_alone=False):
     block.mixer.config.scan_backend = backend
-    return block.mixer(x, state) if mixer_alone else block.advance(x, state, None, None)
+    if mixer_alone:
+        return block.mixer(x, state)
+    # What all families do, for what is to be expected.
+    step = block.advance if backend == "cpu" else functools.partial(RecurrentBlock.advance, block)
+    return step(x, state, None, None)
 
 
 def assert_same(block, x=None, state=None):
@@ -347,6 +352,32 @@ def test_a_block_may_have_a_norm_without_a_bias(block, taken):
     block.mixer_norm = nn.LayerNorm(12, bias=False).double()
     assert_same(block)
     assert taken == ["block", "mixer"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "named"),
+    [
+        ((2, 1, 12), {"mask": torch.tensor([[True], [False]])}),
+        ((1, 1, 12), {"cu_seqlens": torch.tensor([0, 0, 1])}),
+        ((2, 2, 12), {}),
+        ((9, 1, 12), {}),
+    ],
+)
+@torch.no_grad()
+def test_sequences_and_many_rows_are_no_steps(shape, named, block, taken):
+    x = torch.randn(shape, dtype=torch.float64)
+    found, _ = block.mixer(x, **named)
+    block.mixer.config.scan_backend = "reference"
+    torch.testing.assert_close(found, block.mixer(x, **named)[0], rtol=1e-10, atol=1e-10)
+    assert not taken
+
+
+@torch.no_grad()
+def test_a_step_compiles_in_one_graph(block, taken):
+    x = torch.randn(2, 1, 12, dtype=torch.float64)
+    found = torch.compile(block, backend="eager", fullgraph=True)(x)
+    assert not taken
+    torch.testing.assert_close(found, block(x), rtol=1e-10, atol=1e-10)
 
 
 class Counting(TorchDispatchMode):
