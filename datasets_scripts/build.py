@@ -3,22 +3,29 @@ Writes the tasks as a folder that is a dataset repository: Parquet files, a card
 
     python -m mamba3_nplr.datasets_scripts.build OUT [--train_size N] [--tasks TASK ...]
 
-A build that was stopped goes on where it was when the same command is given again.
+A build that was stopped goes on where it was when the same command is given again, and files that were changed since
+they were written are built again.
 """
 
 import argparse
 import errno
+import hashlib
 import importlib.util
+import io
+import itertools
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import DatasetInfo, SplitDict, SplitInfo
 from tqdm.auto import tqdm
 
-from ..configuration.atomic_files import write_atomically
-from ..configuration.checksums import checksums
+from ..configuration.atomic_files import is_part, remove_parts, write_atomically
+from ..configuration.checksums import checksum
+from ..configuration.folder_lock import LOCK, FolderInUseError, folder_lock
 from .card import dataset_card
 from .columns import task_features, to_table
 from .show import NO_MATPLOTLIB, draw
@@ -38,22 +45,72 @@ def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) 
     """Writes the tasks called `names`, all by default, into the folder `out`."""
     check_at_least("train_size", train_size, 1)
     tasks = {name: make_task(name) for name in names or PUBLISHED}
-    splits = {name: {"train": train_size} | task.splits for name, task in tasks.items()}
-    claim(out, {"train_size": train_size, "tasks": list(tasks), "versions": versions()})
-    files = [file for name, task in tasks.items() for file in plan(name, task, splits[name])]
-    with tqdm(total=sum(stop - start for *_, start, stop in files), unit=" rows", unit_scale=True) as bar:
-        for path, task, split, start, stop in files:
+    settings = {"train_size": train_size, "tasks": list(tasks), "versions": versions()}
+    check_claim(out, settings)
+    out.mkdir(parents=True, exist_ok=True)
+    with folder_lock(out):
+        check_claim(out, settings)  # once more: another build may have been faster
+        write_folder(out, tasks, settings)
+
+
+def write_folder(out: Path, tasks: dict[str, Task], settings: dict) -> None:
+    splits = {name: {"train": settings["train_size"]} | task.splits for name, task in tasks.items()}
+    plans = {name: plan(name, task, splits[name]) for name, task in tasks.items()}
+    for folder in (out, *(out / name for name in tasks)):
+        folder.mkdir(exist_ok=True)
+        remove_parts(folder)
+    files = CertifiedFiles(out, [SETTINGS, PICTURE, *(str(path) for one in plans.values() for path, *_ in one)])
+    files.keep_or_write(SETTINGS, lambda: json.dumps(settings, indent=2).encode())
+    rows = sum(stop - start for one in plans.values() for *_, start, stop in one)
+    with tqdm(total=rows, unit=" rows", unit_scale=True) as bar:
+        for path, task, split, start, stop in itertools.chain(*plans.values()):
             bar.set_description(path.parent.name)
-            if not (out / path).exists():
-                write_rows(out / path, task, split, start, stop)
+            files.keep_or_write(str(path), lambda rows=(task, split, start, stop): parquet(*rows))
             bar.update(stop - start)
     if can_draw():
-        write_atomically(out / PICTURE, lambda path: draw(TASKS["shell"], "validation", 5, path))
-    infos = {name: describe(out / name, task, splits[name]) for name, task in tasks.items()}
-    built = checksums(out, [SETTINGS, PICTURE, *(str(path) for path, *_ in files)])
-    write_atomically(out / CHECKSUMS, lambda path: path.write_text(json.dumps(built, indent=2), encoding="utf-8"))
-    card = dataset_card(tasks, infos, train_size, versions(), PICTURE if can_draw() else None)
+        files.keep_or_write(PICTURE, picture)
+    infos = {name: describe(out, plans[name], task, splits[name]) for name, task in tasks.items()}
+    card = dataset_card(tasks, infos, settings["train_size"], versions(), PICTURE if can_draw() else None)
     write_atomically(out / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+
+
+class CertifiedFiles:
+    """
+    The files of a build with their checksums, each taken from what was to be written and recorded before the file is
+    there. None is ever taken from a file that was found: it would certify whatever has happened to it.
+    """
+
+    def __init__(self, out: Path, names: list[str]):
+        self.out = out
+        self.recorded = {name: x for name, x in read_checksums(out).items() if name in names}
+
+    def keep_or_write(self, name: str, make: Callable[[], bytes]) -> None:
+        """Leaves a file that is as it was written; makes any other, and says so if one is there."""
+        path = self.out / name
+        if path.exists():
+            if self.recorded.get(name) == checksum(path):
+                return
+            reason = "has been changed" if name in self.recorded else "has no checksum from when it was written"
+            tqdm.write(f"{path} {reason}: it is built again.")
+        content = make()
+        self.recorded[name] = hashlib.sha256(content).hexdigest()
+        text = json.dumps(self.recorded, indent=2, sort_keys=True)
+        write_atomically(self.out / CHECKSUMS, lambda part: part.write_text(text, encoding="utf-8"))
+        write_atomically(path, lambda part: part.write_bytes(content))
+
+
+def read_checksums(out: Path) -> dict[str, str]:
+    path = out / CHECKSUMS
+    if not path.exists():
+        return {}
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        recorded = None
+    if not isinstance(recorded, dict):
+        tqdm.write(f"{path} cannot be read: all files are built again.")
+        return {}
+    return recorded
 
 
 def can_draw() -> bool:
@@ -66,20 +123,28 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in names)
 
 
-def claim(out: Path, settings: dict) -> None:
-    """Makes the folder, or makes sure that what it holds is an earlier part of this very build."""
+def check_claim(out: Path, settings: dict) -> None:
+    """Makes sure that a folder is new, or that what it holds is an earlier part of this very build."""
     path = out / SETTINGS
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_settings(path)
         if found != settings:
             different = [name for name in settings if found.get(name) != settings[name]]
             details = "; ".join(f"{name} there: {found.get(name)}, now: {settings[name]}" for name in different)
             raise ValueError(f"{out} holds a build with other settings ({details}). Give another folder.")
         return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(x.name != LOCK and not is_part(x) for x in out.iterdir())):
         raise ValueError(f"{out} is not empty and holds no build. Give another folder, so that nothing gets mixed up.")
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda part: part.write_text(json.dumps(settings, indent=2), encoding="utf-8"))
+
+
+def read_settings(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}). Give another folder.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read (it holds no settings). Give another folder.")
+    return found
 
 
 def plan(name: str, task: Task, splits: dict[str, int]) -> list[tuple[Path, Task, str, int, int]]:
@@ -94,26 +159,33 @@ def plan(name: str, task: Task, splits: dict[str, int]) -> list[tuple[Path, Task
     return files
 
 
-def describe(folder: Path, task: Task, splits: dict[str, int]) -> DatasetInfo:
+def describe(out: Path, files: list[tuple], task: Task, splits: dict[str, int]) -> DatasetInfo:
     """Columns, splits and sizes of a task whose files have been written."""
     parts = SplitDict()
     for split, rows in splits.items():
-        groups = [pq.read_metadata(path) for path in sorted(folder.glob(f"{split}-*.parquet"))]
+        groups = [pq.read_metadata(out / path) for path, _, found, *_ in files if found == split]
         size = sum(file.row_group(i).total_byte_size for file in groups for i in range(file.num_row_groups))
         parts.add(SplitInfo(split, num_bytes=size, num_examples=rows))
     return DatasetInfo(
         features=task_features(task),
         splits=parts,
-        config_name=folder.name,
-        download_size=sum(path.stat().st_size for path in folder.glob("*.parquet")),
+        config_name=files[0][0].parent.name,
+        download_size=sum((out / path).stat().st_size for path, *_ in files),
         dataset_size=sum(part.num_bytes for part in parts.values()),
     )
 
 
-def write_rows(path: Path, task: Task, split: str, start: int, stop: int) -> None:
-    path.parent.mkdir(exist_ok=True)
+def parquet(task: Task, split: str, start: int, stop: int) -> bytes:
     table = to_table(task.rows(split, start, stop), task_features(task))
-    write_atomically(path, lambda part: pq.write_table(table, part, compression="zstd", row_group_size=1024))
+    content = pa.BufferOutputStream()
+    pq.write_table(table, content, compression="zstd", row_group_size=1024)
+    return content.getvalue().to_pybytes()
+
+
+def picture() -> bytes:
+    content = io.BytesIO()
+    draw(TASKS["shell"], "validation", 5, content)
+    return content.getvalue()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -131,10 +203,11 @@ def main(arguments: list[str] | None = None) -> None:
         build(given.out, given.train_size, given.tasks)
     except ValueError as error:
         parser.error(str(error))
+    except FolderInUseError as error:
+        parser.exit(1, f"{error}\n")
     except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        parser.exit(1, f"The disk is full. Make room and give the same command again: {given.out} goes on from here.\n")
+        reason = "The disk is full. Make room" if error.errno == errno.ENOSPC else f"{error}. Mend that"
+        parser.exit(1, f"{reason} and give the same command again: {given.out} goes on from here.\n")
     if not can_draw():
         print(f"The card has no picture. {NO_MATPLOTLIB}")
     print(f"Wrote {given.out}: load_dataset({str(given.out)!r}, {(given.tasks or PUBLISHED)[0]!r})")

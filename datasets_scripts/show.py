@@ -10,6 +10,7 @@ import signal
 import sys
 from colorsys import hsv_to_rgb
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -28,14 +29,15 @@ def describe(task: Task, split: str, index: int) -> str:
     return describe_word(task, row) if isinstance(task, GroupWords) else describe_episode(row)
 
 
-def draw(task: Task, split: str, index: int, path: Path) -> None:
-    """One row of a task as a picture."""
+def draw(task: Task, split: str, index: int, out: Path | BinaryIO) -> None:
+    """One row of a task as a picture, in the format that the name of the file says; PNG where it has none."""
     Figure = figure_class()
     row = one_row(task, split, index)
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     axes = figure.add_subplot()
     draw_word(axes, task, row) if isinstance(task, GroupWords) else draw_episode(axes, row)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    kind = None if isinstance(out, Path) else "png"
+    figure.savefig(out, format=kind, dpi=120, metadata={"Software": None})
 
 
 def figure_class():

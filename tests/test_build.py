@@ -162,44 +162,152 @@ def test_a_build_without_matplotlib_goes_without_a_picture(tmp_path):
 
 
 def test_a_stopped_build_goes_on(tmp_path, monkeypatch, capsys):
-    write, calls = building.pq.write_table, []
+    write, calls = building.write_atomically, []
 
-    def full_disk(table, path, **kwargs):
-        calls.append(path)
+    def full_disk(path, write_part):
+        if path.suffix == ".parquet":
+            calls.append(path)
         if len(calls) == 5:
-            Path(path).write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(table, path, **kwargs)
+        write(path, write_part)
 
-    monkeypatch.setattr(building.pq, "write_table", full_disk)
     arguments = [str(tmp_path / "out"), "--train_size", "20", "--tasks", *TASKS]
-    with pytest.raises(SystemExit) as stopped:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(building, "write_atomically", full_disk)
         building.main(arguments)
     assert stopped.value.code == 1 and "The disk is full" in capsys.readouterr().err
     assert not (tmp_path / "out" / "README.md").exists()
-    assert not list((tmp_path / "out").rglob("*.part*"))
+    assert not list((tmp_path / "out").rglob(".*"))
     whole = list((tmp_path / "out").rglob("*.parquet"))
     assert len(whole) == 4
     before = {path: path.stat().st_mtime_ns for path in whole}
     building.main(arguments)
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    monkeypatch.setattr(building.pq, "write_table", write)
     building.build(tmp_path / "fresh", train_size=20, names=TASKS)
     for path in (tmp_path / "fresh").rglob("*.*"):
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "fresh")).read_bytes()
 
 
-def test_a_killed_process_leaves_nothing_that_looks_whole(tmp_path):
-    out = tmp_path / "out"
-    command = [sys.executable, "-m", "mamba3_nplr.datasets_scripts.build", str(out), "--tasks", "shell"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while not list(out.glob("shell/*.parquet")):
-        assert process.poll() is None
-    process.kill()
-    process.wait()
-    assert not (out / "README.md").exists()
-    for path in out.glob("shell/[!.]*.parquet"):
-        assert building.pq.read_metadata(path).num_rows == 4096
+def flip(path):
+    content = path.read_bytes()
+    middle = len(content) // 4  # in the rows: that these are others shows in nothing else
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
+@pytest.fixture
+def words(tmp_path, monkeypatch):
+    """A small build, without the picture, which takes longer than all else."""
+    monkeypatch.setattr(building, "can_draw", lambda: False)
+    building.build(tmp_path / "out", train_size=5, names=["z5"])
+    return tmp_path / "out"
+
+
+DAMAGE = {
+    "a byte": flip,
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+    "empty": lambda path: path.write_bytes(b""),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_was_damaged_is_built_again_and_never_certified(damage, words, capsys):
+    name = "z5/test_128-00000-of-00001.parquet"
+    before = {path: path.read_bytes() for path in words.rglob("*.*")}
+    times = {path: path.stat().st_mtime_ns for path in words.rglob("*.parquet")}
+    damage(words / name)
+    capsys.readouterr()
+    building.build(words, train_size=5, names=["z5"])
+    assert {path: path.read_bytes() for path in words.rglob("*.*")} == before
+    assert [path for path, time in times.items() if path.stat().st_mtime_ns != time] == [words / name]
+    said = capsys.readouterr().out
+    assert said.count("built again") == (damage is not Path.unlink) and (name in said) == (damage is not Path.unlink)
+
+
+RECORDS = {
+    "no longer JSON": b"{",
+    "a list": b"[]",
+    "not a text": b"\xff\xfe",
+    "of numbers": b'{"z5/test_128-00000-of-00001.parquet": 1}',
+}
+
+
+@pytest.mark.parametrize("record", [None, *RECORDS.values()], ids=["gone", *RECORDS])
+def test_files_without_a_record_are_not_trusted(record, words):
+    before = {path: path.read_bytes() for path in words.rglob("*.*")}
+    (words / "checksums.json").unlink() if record is None else (words / "checksums.json").write_bytes(record)
+    flip(words / "z5" / "test_128-00000-of-00001.parquet")
+    building.build(words, train_size=5, names=["z5"])
+    assert {path: path.read_bytes() for path in words.rglob("*.*")} == before
+
+
+def test_settings_that_were_changed_are_written_again_or_refused(words):
+    before = (words / "build.json").read_bytes()
+    (words / "build.json").write_bytes(before.replace(b"\n", b" \n"))
+    building.build(words, train_size=5, names=["z5"])
+    assert (words / "build.json").read_bytes() == before
+    for content in (b"{", b"3", b"\xff"):
+        (words / "build.json").write_bytes(content)
+        with pytest.raises(ValueError, match="build.json cannot be read.*Give another folder"):
+            building.build(words, train_size=5, names=["z5"])
+
+
+HANGING_BUILD = """
+import sys, time
+from pathlib import Path
+from mamba3_nplr.configuration import atomic_files
+from mamba3_nplr.datasets_scripts import build as building
+from mamba3_nplr.datasets_scripts.tasks import make_task
+
+building.make_task = lambda name: make_task(name, test_size=6)
+building.can_draw = lambda: False
+sync, synced = atomic_files.sync, []
+
+def hang(path):
+    synced.append(path)
+    if len([path for path in synced if Path(path).suffix == ".parquet"]) == 4:
+        with open(path, "r+b") as file:
+            file.truncate(1000)
+        print("half", flush=True)
+        time.sleep(600)
+    sync(path)
+
+atomic_files.sync = hang
+building.main(sys.argv[1:])
+"""
+
+
+def test_two_builds_at_once_one_killed_and_the_folder_ends_whole(words, tmp_path, capsys):
+    out = tmp_path / "both"
+    arguments = [str(out), "--train_size", "5", "--tasks", "z5"]
+    command = [sys.executable, "-c", HANGING_BUILD, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as first:
+        try:
+            assert first.stdout.readline() == "half\n"
+            with pytest.raises(SystemExit) as refused:
+                building.main(arguments)
+            assert refused.value.code == 1 and f"is in use: process {first.pid} on" in capsys.readouterr().err
+        finally:
+            first.kill()
+    assert not (out / "README.md").exists() and len(list(out.rglob("[!.]*.parquet"))) == 3
+    [part] = [path for path in out.rglob(".*") if path.suffix == ".parquet"]
+    assert part.stat().st_size == 1000
+    building.main(arguments)
+    files = sorted(path.relative_to(out) for path in out.rglob("*.*"))
+    assert files == sorted(path.relative_to(words) for path in words.rglob("*.*"))
+    assert all((out / path).read_bytes() == (words / path).read_bytes() for path in files)
+    assert not changed_files(out, json.loads((out / "checksums.json").read_text()))
+
+
+def test_a_build_killed_in_its_first_moment_goes_on(words):
+    for path in words.rglob("*.*"):
+        path.unlink()
+    (words / "z5").rmdir()
+    (words / ".mamba3_nplr.lock").write_text("process 1 on nowhere\n")
+    (words / ".build.json.0123abcd.part.json").write_text("{")
+    building.build(words, train_size=5, names=["z5"])
+    assert not list(words.glob(".*"))
 
 
 def test_folders_are_never_mixed(built, tmp_path):
@@ -214,6 +322,15 @@ def test_folders_are_never_mixed(built, tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     settings = json.loads((built / "build.json").read_text())
     assert settings["train_size"] == 20 and settings["tasks"] == TASKS
+
+
+def test_a_folder_that_cannot_be_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    for out in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/nowhere")):
+        with pytest.raises(SystemExit) as stop:
+            building.main([str(out), "--train_size", "5", "--tasks", "z5"])
+        assert stop.value.code in (1, 2) and str(out) in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 BAD = {"task='s6' is unknown": ["--tasks", "s6"], "train_size=-5": ["--train_size", "-5"]}
