@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .cpu_operator import INTEGER, NAMESPACE, NUMBER, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
+from .fused_step import DTYPES, PLAIN_TYPES, is_plain
 from .scan_cpu import kept_slots
 from .sequence_rows import TokenOrder
 
@@ -35,6 +36,29 @@ class MixerMatrices(NamedTuple):
     beta_proj: torch.Tensor | None
     beta_bias: torch.Tensor | None
     out_proj: torch.Tensor
+
+
+class MixerSizes(NamedTuple):
+    """What decides which tensors a mixer has, and their shapes."""
+
+    hidden: int
+    heads: int
+    state: int
+    channels: int
+    angles: int  # rows of the input projection for pairs, whether they are rotated or not
+    rotates: bool
+    carries: bool  # whether the last token is written again, as with the trapezoid
+    reflects: bool
+    exact_gates: bool
+    output_norm: bool
+
+    @property
+    def pairs(self) -> int:
+        return self.angles if self.rotates else 0
+
+    @property
+    def width(self) -> int:
+        return 2 * self.heads * self.channels + 2 * self.state + 3 * self.heads + self.angles
 
 
 class BlockFrame(NamedTuple):
@@ -261,6 +285,7 @@ def mixer_cpu(
 
 def step_cpu(
     x: torch.Tensor,
+    sizes: MixerSizes,
     matrices: MixerMatrices,
     weights: MixerWeights,
     state: tuple[torch.Tensor, ...],
@@ -270,54 +295,91 @@ def step_cpu(
     heavy_tail: bool,
     a_min: float,
     epsilon: float,
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
     """
-    One token of each row, x (rows, hidden_size), through the whole mixer and the frame around it, without gradients; in
-    the dtype of x.
+    One token of each row, x (rows, 1, hidden_size), through the whole mixer and the frame around it, without gradients
+    and in the dtype of x. None if a tensor is not one that can be read as it stands: torch knows what to do with it, or
+    what to say.
     """
-    parts = (*matrices, *weights, frame.weight, frame.bias)
-    parts = [part if part is None or part.dtype == x.dtype else part.to(x.dtype) for part in parts]
+    if type(x) not in PLAIN_TYPES or x.dim() != 3 or x.dtype not in DTYPES:
+        return None
+    dtype, rows = x.dtype, len(x)
+    x, *state = (as_read(part, dtype) for part in (x, *state))
+    parts = (x, *state, *matrices, *weights, frame.weight, frame.bias)
+    shapes = step_shapes(rows, sizes, frame.weight is not None, frame.bias is not None)
+    for part, shape in zip(parts, shapes, strict=True):
+        if part is not None if shape is None else not is_plain(part, dtype, shape):
+            return None
     pointers = tuple(None if part is None else part.data_ptr() for part in parts)
-    sizes = (x.shape[1], matrices.in_proj.shape[0], *state[0].shape[1:], state[3].shape[2])
-    template = step_template(*sizes, pointers, *frame[2:], contractive, heavy_tail, a_min, epsilon)
+    template = step_template(sizes, pointers[5:], *frame[2:], contractive, heavy_tail, a_min, epsilon)
     arguments = step_function.struct.from_buffer_copy(template)
-    x, state = x.contiguous(), [part.to(x.dtype).contiguous() for part in state]
-    y, *final = (torch.empty_like(part) for part in (x, *state))
-    arguments.rows = arguments.tokens = len(x)
-    arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
-    arguments.h0, arguments.B0, arguments.u0, arguments.phase0 = (part.data_ptr() for part in state)
-    arguments.h, arguments.B, arguments.u, arguments.phase = (part.data_ptr() for part in final)
-    step_function.function(x.dtype)(ctypes.byref(arguments))
+    y, *final = (torch.empty_like(part) for part in parts[:5])
+    arguments.rows = arguments.tokens = rows
+    arguments.x, arguments.h0, arguments.B0, arguments.u0, arguments.phase0 = pointers[:5]
+    arguments.y, arguments.h, arguments.B, arguments.u, arguments.phase = (part.data_ptr() for part in (y, *final))
+    step_function.function(dtype)(ctypes.byref(arguments))
     return y, tuple(final)
+
+
+def as_read(x, dtype: torch.dtype):
+    """A plain tensor in this dtype and in one piece; anything else as it is."""
+    return x.to(dtype).contiguous() if type(x) in PLAIN_TYPES and x.layout is torch.strided else x
+
+
+@lru_cache(maxsize=1024)
+def step_shapes(rows: int, sizes: MixerSizes, has_norm: bool, has_bias: bool) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of x, the state, the matrices, the weights and the frame of a step; None where nothing is to be."""
+    hidden, heads, n, channels = sizes[:4]
+    inner, carries, reflects = heads * channels, sizes.carries, sizes.reflects
+    return (
+        (rows, 1, hidden),
+        (rows, heads, n, channels),
+        (rows, heads, n if carries else 0),
+        (rows, heads, channels if carries else 0),
+        (rows, heads, sizes.pairs),
+        (sizes.width, hidden),
+        (heads * n, hidden) if reflects else None,
+        (heads, hidden) if reflects else None,
+        (heads,) if reflects else None,
+        (hidden, inner),
+        (heads,),
+        (heads,) if sizes.exact_gates else None,
+        (n,) if carries else None,
+        (heads, 1, n) if carries else None,
+        (n,),
+        (heads, 1, n),
+        (heads,),
+        (inner,) if sizes.output_norm else None,
+        (hidden,) if has_norm else None,
+        (hidden,) if has_norm and has_bias else None,
+    )
 
 
 @lru_cache(maxsize=1024)
 def step_template(
-    hidden,
-    width,
-    heads,
-    state,
-    channels,
-    pairs,
-    pointers,
-    block_epsilon,
-    centred,
-    residual,
-    contractive,
-    heavy_tail,
-    a_min,
-    epsilon,
+    sizes: MixerSizes,
+    pointers: tuple[int | None, ...],
+    block_epsilon: float,
+    centred: bool,
+    residual: bool,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
 ) -> ctypes.Structure:
-    """The part of a step's arguments that stays from one to the next; to fill the struct takes longer than the step."""
+    """
+    The part of a step's arguments that stays from one to the next; to fill the struct takes longer than the step. It
+    holds these arguments and nothing else, so that it is right for whatever lies at the pointers.
+    """
     names = (*MixerMatrices._fields, *MixerWeights._fields, "block_weight", "block_bias")
     return step_function.struct(
         equal_length=1,
-        hidden=hidden,
-        width=width,
-        heads=heads,
-        state=state,
-        channels=channels,
-        pairs=pairs,
+        hidden=sizes.hidden,
+        width=sizes.width,
+        heads=sizes.heads,
+        state=sizes.state,
+        channels=sizes.channels,
+        pairs=sizes.pairs,
         threads=1,
         block_epsilon=block_epsilon,
         centred=centred,

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .mixer_cpu import BlockFrame, MixerMatrices, MixerWeights
+from .fused_step import are_bare_norms, bare_weight, is_bare, known_to_compiled_code, may_step, parameter, submodule
+from .mixer_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights
 from .scan import scan, scan_vector_dtype, select_backend
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows, token_order
@@ -34,6 +35,7 @@ class Mamba3State(NamedTuple):
     phase: torch.Tensor  # (batch, heads, pairs) Theta, between -pi and pi; without RoPE, size 0
 
 
+@known_to_compiled_code
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation of consecutive groups of the last axis, with one weight for each element."""
 
@@ -49,6 +51,7 @@ class RMSNorm(nn.Module):
         return (groups * scale).flatten(-2) * self.weight
 
 
+@known_to_compiled_code
 class Mamba3Mixer(nn.Module):
     """One Mamba-3 mixer; its parameter names are those of the official module, whose weights load as they are."""
 
@@ -87,6 +90,18 @@ class Mamba3Mixer(nn.Module):
             "a_min": config.a_min,
             "epsilon": self.C_norm.eps,
         }
+        self.sizes = MixerSizes(
+            config.hidden_size,
+            heads,
+            n,
+            channels,
+            config.num_rope_pairs,
+            rotates=config.use_rope,
+            carries=config.injection == "trapezoid",
+            reflects=bool(config.reflection_rank),
+            exact_gates=config.gate_form == "exact",
+            output_norm=config.output_norm,
+        )
 
     def forward(
         self,
@@ -100,49 +115,65 @@ class Mamba3Mixer(nn.Module):
         sequence) to the state after them, for whole sequences, pieces and single steps. `mask` and `cu_seqlens` are
         those of `scan`; a padded position reads as 0.
         """
-        if self.may_step(hidden_states, mask, cu_seqlens):
-            return self.step(hidden_states, state, BlockFrame())
+        if may_step(hidden_states, mask, cu_seqlens):
+            stepped = self.step(hidden_states, state, BlockFrame())
+            if stepped is not None:
+                return stepped
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
         backend = select_backend(self.config.scan_backend, hidden_states.device)
         projected, k, beta = self.in_proj(hidden_states), None, None
         if self.k_proj is not None:
             k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
-        if backend.mix is None:
+        if backend.mix is None or not self.has_bare_norms():
             y, state = self.mix(projected, k, beta, state, mask, cu_seqlens)
         else:
             order = token_order(mask, cu_seqlens, *projected.shape[:2])
             y, state = backend.mix(projected, k, beta, self.weights(), state, order, **self.options)
         return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
 
-    def may_step(self, hidden_states, mask, cu_seqlens) -> bool:
-        """Whether these are single tokens of a few rows for compiled code, and nobody needs what happens inside."""
-        # First: a graph that is being traced would be bound to the sizes that are asked for below.
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-            return False
-        rows, length, _ = hidden_states.shape
-        if length != 1 or rows > 8 or mask is not None or cu_seqlens is not None:
-            return False
-        if hidden_states.dtype not in (torch.float32, torch.float64) or hidden_states.dtype != self.D.dtype:
-            return False
-        if select_backend(self.config.scan_backend, hidden_states.device).step is None:
-            return False
-        projections = [self.in_proj, self.out_proj, self.k_proj, self.beta_proj][: 4 if self.k_proj is not None else 2]
-        return all(type(module) is nn.Linear and not module._forward_hooks for module in projections)
-
     def step(
         self, hidden_states: torch.Tensor, state: Mamba3State | None, frame: BlockFrame
-    ) -> tuple[torch.Tensor, Mamba3State]:
-        """What `forward` does, and the frame of a block around it, in one call; only where `may_step` allows it."""
-        state = self.initial_state(hidden_states) if state is None else state
+    ) -> tuple[torch.Tensor, Mamba3State] | None:
+        """
+        What `forward` does with tokens that `may_step` allows, and the frame of a block around it, in one compiled
+        call; None where that is not certain to be the same.
+        """
         backend = select_backend(self.config.scan_backend, hidden_states.device)
-        y, state = backend.step(hidden_states[:, 0], self.matrices(), self.weights(), state, frame, **self.options)
-        return y[:, None], Mamba3State(*state)
+        if backend.step is None or type(self) is not Mamba3Mixer or not self.has_bare_norms():
+            return None
+        state = self.initial_state(hidden_states) if state is None else state
+        matrices, weights = self.bare_matrices(), self.bare_weights()
+        stepped = backend.step(hidden_states, self.sizes, matrices, weights, state, frame, **self.options)
+        return None if stepped is None else (stepped[0], Mamba3State(*stepped[1]))
 
-    def matrices(self) -> MixerMatrices:
-        reflection = (None, None, None)
-        if self.k_proj is not None:
-            reflection = (self.k_proj.weight, self.beta_proj.weight, self.beta_proj.bias)
-        return MixerMatrices(self.in_proj.weight, *reflection, self.out_proj.weight)
+    def has_bare_norms(self) -> bool:
+        """Whether compiled code, which calls no modules, may stand for the norms."""
+        n, channels = self.sizes.state, self.sizes.channels
+        norms = [(submodule(self, "C_norm"), n)]
+        if self.sizes.carries:
+            norms.append((submodule(self, "B_norm"), n))
+        if self.sizes.output_norm:
+            norms.append((submodule(self, "norm"), channels))
+        return are_bare_norms(norms, RMSNorm, self.options["epsilon"])
+
+    def bare_matrices(self) -> MixerMatrices:
+        """The projections whose modules do no more than to multiply; None in the place of others."""
+        beta_proj, beta = submodule(self, "beta_proj"), (None, None)
+        if is_bare(beta_proj, nn.Linear):
+            beta = (parameter(beta_proj, "weight"), parameter(beta_proj, "bias"))
+        in_proj, k_proj, out_proj = (bare_weight(submodule(self, name)) for name in ("in_proj", "k_proj", "out_proj"))
+        return MixerMatrices(in_proj, k_proj, *beta, out_proj)
+
+    def bare_weights(self) -> MixerWeights:
+        """What `weights` are where they are parameters; None in the place of others."""
+        dt_bias, A_bias, B_bias, C_bias, D = (
+            parameter(self, name) for name in ("dt_bias", "A_bias", "B_bias", "C_bias", "D")
+        )
+        B_weight, C_weight, norm_weight = (
+            None if norm is None else parameter(norm, "weight")
+            for norm in (submodule(self, name) for name in ("B_norm", "C_norm", "norm"))
+        )
+        return MixerWeights(dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
 
     def weights(self) -> MixerWeights:
         """The parameters that are not projections, for backends that take them in one piece."""

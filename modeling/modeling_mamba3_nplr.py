@@ -7,6 +7,7 @@ from torch import nn
 from transformers import initialization as init
 
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
+from .fused_step import has_plain_parameters, is_bare, may_step, submodule
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
 from .mixer_cpu import BlockFrame
 from .mixer_mamba3 import Mamba3Mixer, RMSNorm
@@ -20,24 +21,26 @@ class Mamba3NPLRBlock(RecurrentBlock):
     mixer_class = Mamba3Mixer
 
     def advance(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, tuple]:
-        if self.has_plain_norm() and self.mixer.may_step(hidden_states, mask, cu_seqlens):
-            return self.mixer.step(hidden_states, state, self.frame())
+        if may_step(hidden_states, mask, cu_seqlens):
+            mixer, frame = submodule(self, "mixer"), self.frame()
+            if frame is not None and is_bare(mixer, Mamba3Mixer):
+                stepped = mixer.step(hidden_states, state, frame)
+                if stepped is not None:
+                    return stepped
         return super().advance(hidden_states, state, mask, cu_seqlens)
 
-    def has_plain_norm(self) -> bool:
-        """Whether the norm is one that `frame` can describe, and nobody looks at it."""
-        norm = self.mixer_norm
-        if type(norm) in (nn.LayerNorm, nn.RMSNorm):
-            return norm.weight is not None and norm.eps is not None and not norm._forward_hooks
-        return type(norm) is nn.Identity and not norm._forward_hooks
-
-    def frame(self) -> BlockFrame:
-        """What stands around the mixer, for compiled code that takes it in one piece."""
-        norm = self.mixer_norm
-        if type(norm) is nn.Identity:
-            return BlockFrame(residual=self.residual)
-        centred = type(norm) is nn.LayerNorm
-        return BlockFrame(norm.weight, norm.bias if centred else None, norm.eps, centred, self.residual)
+    def frame(self) -> BlockFrame | None:
+        """What stands around the mixer, for compiled code that takes it in one piece; None if it does not know it."""
+        norm = submodule(self, "mixer_norm")
+        if is_bare(norm, nn.Identity):
+            return BlockFrame(residual=bool(self.residual))
+        centred = is_bare(norm, nn.LayerNorm)
+        if not centred and not is_bare(norm, nn.RMSNorm):
+            return None
+        if not has_plain_parameters(norm):
+            return None
+        bias = norm._parameters["bias"] if centred else None
+        return BlockFrame(norm._parameters["weight"], bias, norm.eps, centred, bool(self.residual))
 
 
 class Mamba3NPLRPreTrainedModel(SequencePreTrainedModel):
