@@ -156,16 +156,10 @@ class BehaviorCloningPipeline(SequencePipeline):
         return super().__call__(inputs, **kwargs)
 
     def stream(self, observations: Iterable) -> Iterator[np.ndarray]:
-        """Actions one at a time. Streams and the policy's own control loop do not disturb each other."""
+        """Actions one at a time. The state is the generator's own: no other stream, thread or reset() reaches it."""
         states = None
         for observation in observations:
-            others = self.model.policy_states
-            self.model.policy_states = states
-            try:
-                action = self.model.select_action(observation)
-                states = self.model.policy_states
-            finally:
-                self.model.policy_states = others
+            action, states = self.model.next_action(observation, states)
             yield torch.as_tensor(action).float().cpu().numpy()
 
     def preprocess(self, episode):

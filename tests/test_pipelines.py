@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -164,6 +166,50 @@ def test_a_stream_reads_when_asked_and_keeps_its_state(policy):
     assert next(first, None) is None
     several = list(act(iter(episode[:, None].expand(6, 3, 16))))
     assert several[5].shape == (3, 2) and several[5][2] == close_to(whole[5])
+
+
+def test_streams_and_the_control_loop_in_threads_keep_apart(policy):
+    act = pipeline("behavior-cloning", model=policy)
+    episodes = np.random.default_rng(0).normal(size=(3, 40, 16)).astype(np.float32)
+    runs = [
+        lambda: list(act(iter(episodes[0]))),
+        lambda: list(act(iter(episodes[1]))),
+        lambda: [policy.select_action(observation) for observation in episodes[2]],
+    ]
+    alone = [run() for run in runs]
+    policy.reset()
+    meeting = threading.Barrier(3)
+
+    def meet(*given):
+        meeting.wait(60)
+
+    # At every step all three are inside it at the same time, both before and after the state is computed.
+    policy.model.embed_observations.register_forward_hook(meet)
+    policy.action_head.register_forward_hook(meet)
+    with ThreadPoolExecutor(3) as threads:
+        found = [done.result() for done in [threads.submit(run) for run in runs]]
+    assert np.array_equal(found, alone)
+
+
+def test_what_is_done_to_the_policy_does_not_reach_a_stream(policy):
+    act = pipeline("behavior-cloning", model=policy)
+    episode = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
+    whole = act(episode)
+    stream = act(iter(episode))
+    disturb = [
+        policy.reset,
+        lambda: policy.select_action(episode[:3]),
+        lambda: policy.reset([1]),
+        lambda: policy.set_state(policy.get_state()),
+        lambda: list(act(iter(episode[:2]))),
+        lambda: act(episode),
+    ]
+    for expected, change in zip(whole, disturb, strict=True):
+        change()
+        kept = policy.get_state()
+        assert next(stream) == close_to(expected)
+        assert policy.get_state().keys() == kept.keys()
+        assert all(torch.equal(part, kept[name]) for name, part in policy.get_state().items())
 
 
 def test_other_checkpoints_and_options_are_refused(policy, tmp_path):
