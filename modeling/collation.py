@@ -3,7 +3,8 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-INPUTS = ("input_ids", "observations", "inputs_embeds")
+CONTINUOUS = ("observations", "inputs_embeds")
+INPUTS = ("input_ids", *CONTINUOUS)
 ARGUMENTS = (*INPUTS, "attention_mask", "position_ids", "labels")
 
 
@@ -17,7 +18,8 @@ def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
             What a dataset has beside the arguments of the models is left out.
 
     Where lengths differ, the ends are padded: `attention_mask` is then 0 there and labels are -100, which do not count.
-    If any row has fractions, all become torch's default floating dtype; whole numbers become int64.
+    Observations and embeddings, and what has a fraction in any row, come in torch's default floating dtype; other
+    numbers in int64.
     """
     check_rows(rows)
     columns = {name: read_column(name, rows) for name in rows[0] if name in ARGUMENTS}
@@ -82,19 +84,17 @@ def padding_mask(rows: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def pad_column(name: str, values: list[torch.Tensor]) -> torch.Tensor:
-    dtype = common_dtype(values)
-    if name == "labels" and dtype == torch.bool:
-        dtype = torch.int64  # the only one that can hold -100
+    dtype = column_dtype(name, values)
     values = [x.to(dtype) for x in values]
     if values[0].dim() == 0:
         return torch.stack(values)
     return pad_sequence(values, batch_first=True, padding_value=-100 if name == "labels" else 0)
 
 
-def common_dtype(values: list[torch.Tensor]) -> torch.dtype:
-    """What holds the numbers of all rows: booleans, whole numbers in int64, or the default floating dtype."""
+def column_dtype(name: str, values: list[torch.Tensor]) -> torch.dtype:
     # An empty list reads as floating point, whatever its column holds.
-    dtypes = {x.dtype for x in values if x.numel()} or {x.dtype for x in values}
-    if any(dtype.is_floating_point for dtype in dtypes):
+    dtypes = {x.dtype for x in values if x.numel()}
+    if name in CONTINUOUS or any(dtype.is_floating_point for dtype in dtypes):
         return torch.get_default_dtype()
-    return torch.bool if dtypes == {torch.bool} else torch.int64
+    # Neither booleans nor unsigned numbers could hold the -100 of labels.
+    return torch.bool if dtypes == {torch.bool} and name != "labels" else torch.int64

@@ -85,6 +85,12 @@ def test_whole_numbers_stay_so_and_hold_the_label_of_padding(dtype):
     assert batch["labels"].tolist() == [[1, 2, 3], [4, -100, -100], [5, 6, -100], [-100] * 3]
 
 
+def test_what_a_model_multiplies_is_never_of_whole_numbers():
+    for name in ("observations", "inputs_embeds"):
+        assert pad_sequences([{name: [[1, 2]]}, {name: np.array([[3, 4]])}])[name].dtype == torch.float32
+    assert pad_sequences([{"input_ids": []}])["input_ids"].dtype == torch.int64
+
+
 def test_a_boolean_mask_stays_one_and_boolean_labels_do_not():
     rows = [{"input_ids": [1] * len(x), "attention_mask": x, "labels": x} for x in ([True, False], [True])]
     batch = pad_sequences(rows)
