@@ -42,6 +42,8 @@ def find_sequences(
     Packing decides shapes by values: torch.compile breaks its graph there, and cannot with fullgraph=True.
     """
     mask = None if attention_mask is None else trim_mask(attention_mask, batch, length)
+    if position_ids is not None:
+        check_positions(position_ids, batch, length)
     # On the meta device there are no positions to read: each row is then one sequence.
     if cu_seqlens is None and position_ids is not None and not position_ids.is_meta:
         cu_seqlens = packed_bounds(position_ids, batch, length, mask)
@@ -67,6 +69,14 @@ def trim_mask(attention_mask: torch.Tensor, batch: int, length: int) -> torch.Te
             "or longer by the tokens before these."
         )
     return attention_mask[:, attention_mask.shape[1] - length :].bool()
+
+
+def check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None:
+    if tuple(position_ids.shape) not in ((batch, length), (1, length)):
+        raise ValueError(
+            f"position_ids have shape {tuple(position_ids.shape)}; they must be (batch, length) = {(batch, length)} or "
+            f"{(1, length)}."
+        )
 
 
 def take_packing(cu_seqlens: torch.Tensor | None, keywords: dict) -> torch.Tensor | None:
