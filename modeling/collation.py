@@ -3,6 +3,8 @@
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from .model_inputs import as_numbers
+
 CONTINUOUS = ("observations", "inputs_embeds")
 INPUTS = ("input_ids", *CONTINUOUS)
 ARGUMENTS = (*INPUTS, "attention_mask", "position_ids", "labels")
@@ -49,15 +51,8 @@ def check_rows(rows: list[dict]) -> None:
 
 def read_column(name: str, rows: list[dict]) -> list[torch.Tensor]:
     """One argument of all rows, as tensors that differ in their first axis at most."""
-    values = []
-    for number, row in enumerate(rows):
-        try:
-            values.append(torch.as_tensor(row[name]))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"Row {number} has {name} that are no array of numbers: {error}") from error
+    values = [as_numbers(f"Row {number}: {name}", row[name]) for number, row in enumerate(rows)]
     for number, value in enumerate(values):
-        if value.is_complex():
-            raise ValueError(f"Row {number} has {name} of complex numbers; a model takes none.")
         if value.dim() != values[0].dim() or value.shape[1:] != values[0].shape[1:]:
             raise ValueError(
                 f"Row {number} has {name} of shape {tuple(value.shape)}; row 0 has {tuple(values[0].shape)}, and only "

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import torch
 
+from .model_inputs import as_numbers
 from .recurrent_cache import LayerStates
 
 
@@ -43,6 +44,10 @@ class ControlLoopMixin:
     @torch.no_grad()
     def set_state(self, state: dict[str, torch.Tensor]) -> None:
         """Goes on from what `get_state` returned, also in a copy of this policy or on another device."""
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"state is a {type(state).__name__}; it must be a dict of tensors, as get_state() returns."
+            )
         if not state:
             self.reset()
             return
@@ -89,7 +94,7 @@ class ControlLoopMixin:
         is_array = isinstance(observation, np.ndarray)
         # A copy: torch takes no view of an array that runs backwards, and warns of one that is read-only.
         given = np.array(observation) if is_array else observation
-        frames = torch.as_tensor(given, dtype=weight.dtype, device=weight.device)
+        frames = as_numbers("observation", given, dtype=weight.dtype, device=weight.device)
         size = self.config.observation_size
         if frames.dim() not in (1, 2) or frames.shape[-1] != size:
             raise ValueError(f"observation has shape {tuple(frames.shape)}; it must be ({size},) or (batch, {size}).")

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers.utils import TransformersKwargs
 
@@ -16,6 +17,7 @@ TOLERATED_KEYWORDS = frozenset(TransformersKwargs.__annotations__) | {
     "output_hidden_states",
     "return_dict",
 }
+COMPLEX = (np.complex64, np.complex128)
 
 
 class Sequences(NamedTuple):
@@ -123,6 +125,19 @@ def check_observations(observations: torch.Tensor, size: int, mask: torch.Tensor
     if not finite.all():
         row, frame = (~finite).nonzero()[0].tolist()
         raise ValueError(f"observations hold a number that is not finite, first in row {row}, frame {frame}.")
+
+
+def as_numbers(name: str, values, **options) -> torch.Tensor:
+    """What torch.as_tensor makes of lists, arrays and tensors; the error for anything else says `name`."""
+    is_complex = values.is_complex() if torch.is_tensor(values) else getattr(values, "dtype", None) in COMPLEX
+    try:
+        # To convert complex numbers to a real dtype would only warn.
+        tensor = torch.as_tensor(values, **{} if is_complex else options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be an array of numbers; given: {type(values).__name__}. {error}") from error
+    if tensor.is_complex():
+        raise ValueError(f"{name} must be real numbers; given: complex ones.")
+    return tensor
 
 
 def can_look_into(x: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ from transformers import Pipeline
 from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from .collation import padding_mask
+from .model_inputs import as_numbers
 
 
 class SequencePipeline(Pipeline):
@@ -82,7 +83,7 @@ class StateTrackingPipeline(SequencePipeline):
         return super().__call__(inputs, **kwargs)
 
     def preprocess(self, word):
-        letters = self.read_text(word) if isinstance(word, str) else torch.as_tensor(word)
+        letters = self.read_text(word) if isinstance(word, str) else as_numbers("A word", word)
         if letters.dim() != 1 or len(letters) == 0 or letters.is_floating_point():
             raise ValueError(
                 f"A word has shape {tuple(letters.shape)} and type {letters.dtype}; it must be text, or whole numbers "
@@ -163,12 +164,12 @@ class BehaviorCloningPipeline(SequencePipeline):
             yield torch.as_tensor(action).float().cpu().numpy()
 
     def preprocess(self, episode):
-        observations = torch.as_tensor(np.asarray(episode), dtype=self.model.dtype)
+        observations = as_numbers("observations", np.asarray(episode), dtype=self.model.dtype)
         size = self.model.config.observation_size
-        if observations.dim() not in (2, 3) or observations.shape[-1] != size:
+        if observations.dim() not in (2, 3) or observations.shape[-1] != size or observations.shape[:-2] == (0,):
             raise ValueError(
                 f"observations have shape {tuple(observations.shape)}; they must be (time, {size}) or "
-                f"(batch, time, {size})."
+                f"(batch, time, {size}), with at least one episode."
             )
         return {"episodes": [observations]}
 
@@ -179,7 +180,7 @@ class BehaviorCloningPipeline(SequencePipeline):
         parts = actions.split([len(x) for x in several])
         return {
             "actions": [
-                part[:, : x.shape[-2]].reshape(*x.shape[:-1], -1)
+                part[:, : x.shape[-2]].reshape(*x.shape[:-1], self.model.config.action_size)
                 for part, x in zip(parts, inputs["episodes"], strict=True)
             ]
         }

@@ -103,10 +103,10 @@ def test_a_boolean_mask_stays_one_and_boolean_labels_do_not():
 @pytest.mark.parametrize(
     ("second", "message"),
     [
-        ({"observations": [[1, 2], [3]]}, "Row 1 has observations that are no array of numbers: .*length 2"),
-        ({"observations": [[1, None]]}, "Row 1 has observations that are no array of numbers"),
-        ({"observations": np.array([[1], "a"], dtype=object)}, "Row 1 has observations that are no array of numbers"),
-        ({"observations": [[1j, 2]]}, "Row 1 has observations of complex numbers; a model takes none"),
+        ({"observations": [[1, 2], [3]]}, "Row 1: observations must be an array of numbers; given: list. .*length 2"),
+        ({"observations": [[1, None]]}, "Row 1: observations must be an array of numbers"),
+        ({"observations": np.array([[1], "a"], dtype=object)}, "Row 1: observations must be an array of numbers"),
+        ({"observations": [[1j, 2]]}, "Row 1: observations must be real numbers; given: complex ones"),
         ({"observations": [[1, 2, 3]]}, r"Row 1 has observations of shape \(1, 3\); row 0 has \(2, 2\), and only"),
         ({"observations": []}, r"Row 1 has observations of shape \(0,\); row 0 has \(2, 2\)"),
         ({"labels": 1}, r"Row 1 has labels of shape \(\); row 0 has \(2,\)"),

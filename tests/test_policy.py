@@ -306,3 +306,35 @@ def test_an_observation_that_is_not_finite_in_the_dtype_of_the_policy_is_refused
         with pytest.raises(ValueError, match="observation holds a number that is not finite in torch.float32"):
             policy.select_action(observation)
     assert policy.get_state() == {}
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (None, "observation must be an array of numbers; given: NoneType"),
+        ("up", "observation must be an array of numbers; given: str"),
+        ([[0.0] * 16, [0.0]], "observation must be an array of numbers; given: list"),
+        (np.array([None] * 16), "observation must be an array of numbers; given: ndarray"),
+        (np.zeros(16) * 1j, "observation must be real numbers; given: complex ones"),
+        (torch.zeros(16) * 1j, "observation must be real numbers; given: complex ones"),
+        (3.0, r"observation has shape \(\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_observation_is_named_and_changes_nothing(observation, message):
+    policy = make_policy()
+    policy.select_action(make_frames(1)[0])
+    before = policy.policy_states
+    with pytest.raises(ValueError, match=message):
+        policy.select_action(observation)
+    assert policy.policy_states is before
+
+
+@pytest.mark.parametrize("state", [None, [], "0.h", torch.zeros(2)])
+def test_what_is_no_state_is_refused(state):
+    policy = make_policy()
+    policy.select_action(make_frames(1)[0])
+    before = policy.policy_states
+    with pytest.raises(ValueError, match=f"state is a {type(state).__name__}; it must be a dict of tensors"):
+        policy.set_state(state)
+    assert policy.policy_states is before
