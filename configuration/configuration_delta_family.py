@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_sequence_model import SequenceModelConfig
+from .configuration_sequence_model import COUNT, SIZE, STEP_SIZE, Range, SequenceModelConfig
 
 
 @strict
@@ -34,6 +34,20 @@ class DeltaFamilyConfig(SequenceModelConfig):
     """
 
     model_type = "delta_family"
+    ranges = SequenceModelConfig.ranges | {
+        "hidden_size": SIZE,
+        "num_heads": SIZE,
+        "head_key_dim": SIZE,
+        "head_value_dim": SIZE,
+        "num_householder": SIZE,
+        "beta_max": Range(0, 2, above=True),
+        "conv_size": COUNT,
+        "intermediate_size": COUNT,
+        "dt_min": STEP_SIZE,
+        "dt_max": STEP_SIZE,
+        "decay_rate_max": Range(0, 10**6, above=True),
+        "chunk_size": SIZE,
+    }
 
     hidden_size: int = 128
     num_heads: int = 4
@@ -53,14 +67,7 @@ class DeltaFamilyConfig(SequenceModelConfig):
 
     def validate_architecture(self):
         super().validate_architecture()
-        sizes = ("hidden_size", "num_heads", "head_key_dim", "head_value_dim", "num_householder", "chunk_size")
-        for name in sizes:
-            self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("conv_size", "intermediate_size"):
-            self._require(getattr(self, name) >= 0, name, "at least 0")
-        self._require(0 < self.beta_max <= 2, "beta_max", "above 0 and at most 2")
-        self._require(0 < self.dt_min <= self.dt_max, "dt_min", f"above 0 and at most dt_max={self.dt_max}")
-        self._require(self.decay_rate_max > 0, "decay_rate_max", "above 0")
+        self._require(self.dt_min <= self.dt_max, "dt_min", f"at most dt_max={self.dt_max}")
 
 
 PLAIN = {"head_value_dim": 32, "conv_size": 0, "use_output_gate": False}

@@ -2,7 +2,7 @@
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_sequence_model import SequenceModelConfig
+from .configuration_sequence_model import SIZE, SequenceModelConfig
 
 
 @strict
@@ -22,15 +22,11 @@ class IDS4Config(SequenceModelConfig):
     # The mixer has a norm and a residual connection of its own.
     block_norm = "none"
     residual = False
+    ranges = SequenceModelConfig.ranges | {"hidden_size": SIZE, "state_size": SIZE, "chunk_elements": SIZE}
 
     hidden_size: int = 255
     state_size: int = 110
     chunk_elements: int = 2**23
-
-    def validate_architecture(self):
-        super().validate_architecture()
-        for name in ("hidden_size", "state_size", "chunk_elements"):
-            self._require(getattr(self, name) >= 1, name, "at least 1")
 
 
 # The model of the paper by name: the class of the configuration, and the fields that differ from its defaults.

@@ -4,7 +4,7 @@ from typing import Literal
 
 from huggingface_hub.dataclasses import strict
 
-from .configuration_sequence_model import SequenceModelConfig
+from .configuration_sequence_model import COUNT, SIZE, STEP_SIZE, Range, SequenceModelConfig
 
 
 @strict
@@ -44,6 +44,18 @@ class Mamba3NPLRConfig(SequenceModelConfig):
     """
 
     model_type = "mamba3_nplr"
+    ranges = SequenceModelConfig.ranges | {
+        "hidden_size": SIZE,
+        "state_size": SIZE,
+        "head_dim": SIZE,
+        "expand": SIZE,
+        "num_rope_pairs": COUNT,
+        "a_min": Range(0, 1000),
+        "chunk_size": SIZE,
+        "dt_min": STEP_SIZE,
+        "dt_max": STEP_SIZE,
+        "beta_bias_init": Range(-100, 100),
+    }
 
     hidden_size: int = 64
     state_size: int = 16
@@ -69,11 +81,7 @@ class Mamba3NPLRConfig(SequenceModelConfig):
 
     def validate_architecture(self):
         super().validate_architecture()
-        for name in ("hidden_size", "state_size", "head_dim", "expand", "chunk_size"):
-            self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("num_rope_pairs", "a_min"):
-            self._require(getattr(self, name) >= 0, name, "at least 0")
-        self._require(0 < self.dt_min <= self.dt_max, "dt_min", f"above 0 and at most dt_max={self.dt_max}")
+        self._require(self.dt_min <= self.dt_max, "dt_min", f"at most dt_max={self.dt_max}")
         inner = self.expand * self.hidden_size
         self._require(inner % self.head_dim == 0, "head_dim", f"a divisor of expand * hidden_size = {inner}")
         if self.use_rope:

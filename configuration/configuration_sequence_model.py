@@ -2,7 +2,8 @@
 
 import difflib
 import inspect
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Literal
 
 from huggingface_hub.dataclasses import strict
@@ -32,6 +33,32 @@ TRANSFORMERS_KEYWORDS = frozenset(
         "torch_dtype",
     }
 )
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from `low` to `high`; `above` leaves out the first of the two, `below` the second."""
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, number: float) -> bool:
+        # Comparisons with what is not a number are false.
+        high_enough = number > self.low if self.above else number >= self.low
+        return high_enough and (number < self.high if self.below else number <= self.high)
+
+    def __str__(self) -> str:
+        low, high = "above" if self.above else "at least", "below" if self.below else "at most"
+        return f"{low} {self.low} and {high} {self.high}"
+
+
+SIZE = Range(1, 2**31 - 1)
+COUNT = Range(0, 2**31 - 1)
+# transformers writes out a list of them.
+LISTED = Range(1, 10**6)
+STEP_SIZE = Range(1e-12, 1000)
 
 
 @strict
@@ -67,6 +94,18 @@ class SequenceModelConfig(PreTrainedConfig):
     # added to what the block was given. A family may make fields of these.
     block_norm = "layer_norm"
     residual = True
+    # What the numbers may be, by the names of their fields; a family adds its own. At both ends of those that are no
+    # sizes a new model still has finite losses and gradients.
+    ranges = {
+        "vocab_size": SIZE,
+        "num_hidden_layers": LISTED,
+        "observation_size": SIZE,
+        "action_size": SIZE,
+        "cue_weight": Range(0, 10**6),
+        "label_smoothing": Range(0, 1, below=True),
+        # With 0 the norm of a row of zeros is not a number.
+        "norm_eps": Range(1e-12, 1),
+    }
 
     vocab_size: int = 128
     num_hidden_layers: int = 1
@@ -83,6 +122,9 @@ class SequenceModelConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     format_version: int = FORMAT_VERSION
+    # Fields of transformers, which declares them in a way that `@strict` cannot check.
+    id2label: dict[int, str] | dict[str, str] | None = None
+    problem_type: Literal["regression", "single_label_classification", "multi_label_classification"] | None = None
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -95,6 +137,10 @@ class SequenceModelConfig(PreTrainedConfig):
         # First of all: another format may hold fields that this version would call unknown.
         self._refuse_other_format()
         self._refuse_unknown_keywords(kwargs)
+        # Before transformers makes as many layers and labels.
+        self._check_ranges()
+        if "num_labels" in kwargs:
+            self._check_num_labels(kwargs["num_labels"])
         if not __name__.startswith("transformers_modules."):
             # With the package the pipelines are registered; this entry would ask to trust the checkpoint's own code.
             kwargs.pop("custom_pipelines", None)
@@ -122,17 +168,39 @@ class SequenceModelConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Checks the ranges and combinations that types cannot express; part of `@strict`. Families add their own."""
-        for name in ("vocab_size", "num_hidden_layers", "observation_size", "action_size"):
-            self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("cue_weight", "norm_eps"):
-            self._require(getattr(self, name) >= 0, name, "at least 0")
-        self._require(0 <= self.label_smoothing < 1, "label_smoothing", "at least 0 and below 1")
+        self._check_ranges()
+        self._check_labels()
+        if self.input_type == "tokens":
+            tokens = Range(0, self.vocab_size - 1)
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+                token = getattr(self, name)
+                self._require(token is None or token in tokens, name, f"None, or a token of the vocabulary: {tokens}")
         names = self.token_names or []
         self._require(
             len(set(names)) == len(names) <= self.vocab_size and not any(len(x.split()) != 1 for x in names),
             "token_names",
             f"at most vocab_size={self.vocab_size} names, all different and without spaces",
         )
+
+    def _check_ranges(self):
+        for name, allowed in self.ranges.items():
+            self._require(getattr(self, name) in allowed, name, allowed)
+
+    def _check_num_labels(self, number):
+        # A property and not a field: transformers keeps the names of the labels in its place.
+        if not isinstance(number, Integral) or isinstance(number, bool) or number not in LISTED:
+            raise ValueError(f"num_labels={number!r} is not allowed: it must be a whole number, {LISTED}.")
+
+    def _check_labels(self):
+        numbers = self.id2label if self.id2label is not None else [0]
+        if not numbers:
+            raise ValueError("id2label is empty, which makes num_labels=0: there must be at least one label.")
+        if set(numbers) != set(range(len(numbers))):
+            shown = ", ".join(map(repr, list(numbers)[:12])) + (", ..." if len(numbers) > 12 else "")
+            raise ValueError(
+                f"id2label has the keys {shown}; with {len(numbers)} labels they must be the whole numbers 0 to "
+                f"{len(numbers) - 1}."
+            )
 
     def _require(self, condition, name, allowed):
         if not condition:

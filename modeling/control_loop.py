@@ -1,8 +1,11 @@
 """A policy in a control loop: one observation in, one action out, with a state for each environment in between."""
 
+import math
+
 import numpy as np
 import torch
 
+from .model_inputs import as_numbers
 from .recurrent_cache import LayerStates
 
 
@@ -41,6 +44,10 @@ class ControlLoopMixin:
     @torch.no_grad()
     def set_state(self, state: dict[str, torch.Tensor]) -> None:
         """Goes on from what `get_state` returned, also in a copy of this policy or on another device."""
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"state is a {type(state).__name__}; it must be a dict of tensors, as get_state() returns."
+            )
         if not state:
             self.reset()
             return
@@ -53,52 +60,86 @@ class ControlLoopMixin:
                 f"state has the parts {found}; with {rows} environments this policy needs {expected}. It comes from "
                 "another configuration, or its parts are not of one batch."
             )
-        self.policy_states = fresh.map(lambda name, part: part.new_empty(part.shape).copy_(state[name]))
+        states = fresh.map(lambda name, part: part.new_empty(part.shape).copy_(state[name]))
+        for name, part in states.parts():
+            if not is_finite(part):
+                raise ValueError(f"state holds a number in {name} that is not finite in {part.dtype}.")
+        self.policy_states = states
 
     def initial_states(self, rows: int) -> LayerStates:
         """The states of `rows` environments before their first observation."""
         frames = self.action_head.weight.new_empty(rows, 1, self.config.hidden_size)
         return LayerStates(layer.mixer.initial_state(frames) for layer in self.model.layers)
 
-    @torch.no_grad()
     def select_action(self, observation) -> torch.Tensor | np.ndarray:
         """
         The action for the next observation of an episode, (observation_size,), or for several environments at once,
-        (batch, observation_size). A refused observation changes no state.
+        (batch, observation_size). A refused observation changes no state, nor does one, or a state, so large that the
+        action would not be finite.
 
         A NumPy array gives an array, a tensor a tensor on its device, both in the floating dtype of the observation.
         For whole numbers, lists and whatever else converts to a tensor, the action has the dtype of the policy (in
         NumPy, which has no bfloat16, float32 in its place), and for the latter two it is a tensor on its device.
         """
+        action, self.policy_states = self.next_action(observation, self.policy_states)
+        return action
+
+    @torch.no_grad()
+    def next_action(self, observation, states: LayerStates | None) -> tuple[torch.Tensor | np.ndarray, LayerStates]:
+        """
+        What `select_action` returns, and the states after it, from given states in place of the kept ones: any number
+        of episodes can run side by side. None is the state before the first observation.
+        """
         weight = self.action_head.weight
         is_array = isinstance(observation, np.ndarray)
         # A copy: torch takes no view of an array that runs backwards, and warns of one that is read-only.
         given = np.array(observation) if is_array else observation
-        frames = torch.as_tensor(given, dtype=weight.dtype, device=weight.device)
+        frames = as_numbers("observation", given, dtype=weight.dtype, device=weight.device)
         size = self.config.observation_size
         if frames.dim() not in (1, 2) or frames.shape[-1] != size:
             raise ValueError(f"observation has shape {tuple(frames.shape)}; it must be ({size},) or (batch, {size}).")
-        if not frames.isfinite().all():
-            raise ValueError("observation holds a number that is not finite.")
-        action = self.step(frames.reshape(-1, 1, size)).view(*frames.shape[:-1], self.config.action_size)
+        if not is_finite(frames):
+            raise ValueError(f"observation holds a number that is not finite in {frames.dtype}, the policy's dtype.")
+        action, states = self.step(frames.reshape(-1, 1, size), states)
+        action = action.view(*frames.shape[:-1], self.config.action_size)
         if is_array:
-            return as_array(action, observation.dtype)
+            action = as_array(action, observation.dtype)
         # What needed no conversion is of the policy's own dtype and device, as the action is.
-        if frames is observation or not torch.is_tensor(observation):
-            return action
-        return action.to(observation.device, observation.dtype if observation.is_floating_point() else action.dtype)
+        elif frames is not observation and torch.is_tensor(observation):
+            dtype = observation.dtype if observation.is_floating_point() else action.dtype
+            action = action.to(observation.device, dtype)
+        return action, states
 
-    def step(self, frames: torch.Tensor) -> torch.Tensor:
-        """Actions (batch, action_size) for frames (batch, 1, observation_size), on the kept states."""
-        states = LayerStates(self.policy_states or [None] * len(self.model.layers))
-        if self.policy_states is not None and states.rows != len(frames):
+    def step(self, frames: torch.Tensor, states: LayerStates | None) -> tuple[torch.Tensor, LayerStates]:
+        """Actions (batch, action_size) for frames (batch, 1, observation_size), and the states after them."""
+        after = LayerStates(states or [None] * len(self.model.layers))
+        if states is not None and states.rows != len(frames):
             raise ValueError(
                 f"observation is of {len(frames)} environments; this episode has {states.rows}. Call reset() to start "
                 "another."
             )
-        hidden_states = self.model.run_blocks(self.model.embed_observations(frames), None, None, states)
-        self.policy_states = states
-        return self.action_head(hidden_states[:, 0])[..., : self.config.action_size]
+        hidden_states = self.model.run_blocks(self.model.embed_observations(frames), None, None, after)
+        actions = self.action_head(hidden_states[:, 0])[..., : self.config.action_size]
+        # Every number of a state is read by the step that writes it, so that one that overflows shows in the action.
+        if not is_finite(actions):
+            raise ValueError(describe_overflow(actions, frames, states))
+        return actions, after
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Whether all numbers are; by one operation in place of the five of `isfinite().all()`, for the control loop."""
+    return x.numel() == 0 or math.isfinite(torch.linalg.vector_norm(x, math.inf).item())
+
+
+def describe_overflow(actions: torch.Tensor, frames: torch.Tensor, states: LayerStates | None) -> str:
+    rows = (~actions.isfinite()).any(-1).nonzero()[:, 0]
+    kept = [part[rows].abs().amax() for _, part in states.parts() if part.numel()] if states else []
+    return (
+        f"The action for this observation is not finite in environments {rows.tolist()}: the largest number there is "
+        f"{frames[rows].abs().max().item():.3g} in observation and {max(map(float, kept), default=0.0):.3g} in the "
+        f"state before it. They are too large for {frames.dtype}, or a weight of the policy is not finite. The state "
+        "stays as it was; reset() starts an episode."
+    )
 
 
 def chosen_rows(environments, count: int) -> torch.Tensor:

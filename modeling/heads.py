@@ -256,6 +256,8 @@ class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
     The first components of the output map are the action; its width is `config.action_head_size`. `labels` are
     demonstrated actions; frames that are masked out, or whose label is -100, do not count. In a control loop, `reset()`
     starts an episode and `select_action(observation)` runs one step on the kept state, for one environment or several.
+    Finite observations so large that the model overflows have actions that are not finite, from their frame on, and
+    leave such a state in `past_key_values`; only the control loop looks at what comes out, and refuses them.
     """
 
     main_input_name = "observations"

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from transformers.utils import TransformersKwargs
 
@@ -16,6 +17,7 @@ TOLERATED_KEYWORDS = frozenset(TransformersKwargs.__annotations__) | {
     "output_hidden_states",
     "return_dict",
 }
+COMPLEX = (np.complex64, np.complex128)
 
 
 class Sequences(NamedTuple):
@@ -42,6 +44,8 @@ def find_sequences(
     Packing decides shapes by values: torch.compile breaks its graph there, and cannot with fullgraph=True.
     """
     mask = None if attention_mask is None else trim_mask(attention_mask, batch, length)
+    if position_ids is not None:
+        check_positions(position_ids, batch, length)
     # On the meta device there are no positions to read: each row is then one sequence.
     if cu_seqlens is None and position_ids is not None and not position_ids.is_meta:
         cu_seqlens = packed_bounds(position_ids, batch, length, mask)
@@ -67,6 +71,14 @@ def trim_mask(attention_mask: torch.Tensor, batch: int, length: int) -> torch.Te
             "or longer by the tokens before these."
         )
     return attention_mask[:, attention_mask.shape[1] - length :].bool()
+
+
+def check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None:
+    if tuple(position_ids.shape) not in ((batch, length), (1, length)):
+        raise ValueError(
+            f"position_ids have shape {tuple(position_ids.shape)}; they must be (batch, length) = {(batch, length)} or "
+            f"{(1, length)}."
+        )
 
 
 def take_packing(cu_seqlens: torch.Tensor | None, keywords: dict) -> torch.Tensor | None:
@@ -113,6 +125,19 @@ def check_observations(observations: torch.Tensor, size: int, mask: torch.Tensor
     if not finite.all():
         row, frame = (~finite).nonzero()[0].tolist()
         raise ValueError(f"observations hold a number that is not finite, first in row {row}, frame {frame}.")
+
+
+def as_numbers(name: str, values, **options) -> torch.Tensor:
+    """What torch.as_tensor makes of lists, arrays and tensors; the error for anything else says `name`."""
+    is_complex = values.is_complex() if torch.is_tensor(values) else getattr(values, "dtype", None) in COMPLEX
+    try:
+        # To convert complex numbers to a real dtype would only warn.
+        tensor = torch.as_tensor(values, **{} if is_complex else options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be an array of numbers; given: {type(values).__name__}. {error}") from error
+    if tensor.is_complex():
+        raise ValueError(f"{name} must be real numbers; given: complex ones.")
+    return tensor
 
 
 def can_look_into(x: torch.Tensor) -> bool:

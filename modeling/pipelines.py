@@ -14,6 +14,7 @@ from transformers import Pipeline
 from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from .collation import padding_mask
+from .model_inputs import as_numbers
 from .self_contained import exported_name
 
 
@@ -83,7 +84,7 @@ class StateTrackingPipeline(SequencePipeline):
         return super().__call__(inputs, **kwargs)
 
     def preprocess(self, word):
-        letters = self.read_text(word) if isinstance(word, str) else torch.as_tensor(word)
+        letters = self.read_text(word) if isinstance(word, str) else as_numbers("A word", word)
         if letters.dim() != 1 or len(letters) == 0 or letters.is_floating_point():
             raise ValueError(
                 f"A word has shape {tuple(letters.shape)} and type {letters.dtype}; it must be text, or whole numbers "
@@ -157,25 +158,19 @@ class BehaviorCloningPipeline(SequencePipeline):
         return super().__call__(inputs, **kwargs)
 
     def stream(self, observations: Iterable) -> Iterator[np.ndarray]:
-        """Actions one at a time. Streams and the policy's own control loop do not disturb each other."""
+        """Actions one at a time. The state is the generator's own: no other stream, thread or reset() reaches it."""
         states = None
         for observation in observations:
-            others = self.model.policy_states
-            self.model.policy_states = states
-            try:
-                action = self.model.select_action(observation)
-                states = self.model.policy_states
-            finally:
-                self.model.policy_states = others
+            action, states = self.model.next_action(observation, states)
             yield torch.as_tensor(action).float().cpu().numpy()
 
     def preprocess(self, episode):
-        observations = torch.as_tensor(np.asarray(episode), dtype=self.model.dtype)
+        observations = as_numbers("observations", np.asarray(episode), dtype=self.model.dtype)
         size = self.model.config.observation_size
-        if observations.dim() not in (2, 3) or observations.shape[-1] != size:
+        if observations.dim() not in (2, 3) or observations.shape[-1] != size or observations.shape[:-2] == (0,):
             raise ValueError(
                 f"observations have shape {tuple(observations.shape)}; they must be (time, {size}) or "
-                f"(batch, time, {size})."
+                f"(batch, time, {size}), with at least one episode."
             )
         return {"episodes": [observations]}
 
@@ -186,7 +181,7 @@ class BehaviorCloningPipeline(SequencePipeline):
         parts = actions.split([len(x) for x in several])
         return {
             "actions": [
-                part[:, : x.shape[-2]].reshape(*x.shape[:-1], -1)
+                part[:, : x.shape[-2]].reshape(*x.shape[:-1], self.model.config.action_size)
                 for part, x in zip(parts, inputs["episodes"], strict=True)
             ]
         }

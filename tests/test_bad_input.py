@@ -46,6 +46,22 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
             },
             "pass only one of them",
         ),
+        *(
+            ({"input_ids": IDS[:rows], "position_ids": torch.zeros(shape).long()}, rf"position_ids have shape {named}")
+            for rows, shape, named in [
+                (2, (2, 3), r"\(2, 3\); they must be \(batch, length\) = \(2, 4\) or \(1, 4\)"),
+                (2, (3, 4), r"\(3, 4\)"),
+                (1, (1, 6), r"\(1, 6\); they must be \(batch, length\) = \(1, 4\)"),
+                (1, (1, 3), r"\(1, 3\)"),
+                (1, (4,), r"\(4,\)"),
+                (1, (), r"\(\)"),
+                (1, (3, 1, 4), r"\(3, 1, 4\)"),
+            ]
+        ),
+        (
+            {"input_ids": IDS[:1], "position_ids": torch.zeros(1, 3), "cu_seqlens": torch.tensor([0, 4])},
+            r"position_ids have shape \(1, 3\)",
+        ),
         ({"input_ids": IDS, "past_key_values": DynamicCache()}, "0 recurrent layers of 0; this model needs 2"),
         ({"input_ids": IDS, "past_key_values": (1, 2)}, "past_key_values is a tuple"),
         ({"input_ids": IDS, "past_key_values": DynamicCache(config=LlamaConfig(num_hidden_layers=2))}, "0 recurrent"),
@@ -64,6 +80,12 @@ def test_unknown_arguments_are_refused():
         build(Mamba3NPLRModel)(IDS, atention_mask=torch.ones(2, 4))
     with pytest.raises(TypeError, match="unexpected keyword argument 'label'"):
         build(Mamba3NPLRForSequenceClassification)(IDS, label=torch.zeros(2))
+
+
+def test_positions_of_a_wrong_length_are_refused_by_the_heads():
+    with pytest.raises(ValueError, match=r"position_ids have shape \(1, 6\)"):
+        build(Mamba3NPLRForSequenceClassification)(IDS[:1], position_ids=torch.tensor([[0, 1, 0, 1, 0, 1]]))
+    assert build(Mamba3NPLRModel)(IDS, position_ids=torch.arange(4)[None]).last_hidden_state.shape == (2, 4, 12)
 
 
 @torch.no_grad()

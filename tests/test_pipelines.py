@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -94,6 +96,12 @@ def test_words_without_names_are_numbers():
         (np.zeros((2, 3), dtype=int), "has shape .2, 3."),
         (np.zeros(3), "type torch.float64"),
         ([0, 7], "vocab_size|7"),
+        (["s0", "s0 x"], "Letter 1 of the word, 'x', is unknown"),
+        ([["s0"]], "A word must be an array of numbers; given: list"),
+        (None, "A word must be an array of numbers; given: NoneType"),
+        ([[]], "of at least one letter"),
+        ([], "of at least one letter"),
+        ([-1], "input_ids hold -1"),
     ],
 )
 def test_what_is_no_word_is_refused(word, message):
@@ -164,6 +172,83 @@ def test_a_stream_reads_when_asked_and_keeps_its_state(policy):
     assert next(first, None) is None
     several = list(act(iter(episode[:, None].expand(6, 3, 16))))
     assert several[5].shape == (3, 2) and several[5][2] == close_to(whole[5])
+
+
+def test_streams_and_the_control_loop_in_threads_keep_apart(policy):
+    act = pipeline("behavior-cloning", model=policy)
+    episodes = np.random.default_rng(0).normal(size=(3, 40, 16)).astype(np.float32)
+    runs = [
+        lambda: list(act(iter(episodes[0]))),
+        lambda: list(act(iter(episodes[1]))),
+        lambda: [policy.select_action(observation) for observation in episodes[2]],
+    ]
+    alone = [run() for run in runs]
+    policy.reset()
+    meeting = threading.Barrier(3)
+
+    def meet(*given):
+        meeting.wait(60)
+
+    # At every step all three are inside it at the same time, both before and after the state is computed.
+    policy.model.embed_observations.register_forward_hook(meet)
+    policy.action_head.register_forward_hook(meet)
+    with ThreadPoolExecutor(3) as threads:
+        found = [done.result() for done in [threads.submit(run) for run in runs]]
+    assert np.array_equal(found, alone)
+
+
+def test_what_is_done_to_the_policy_does_not_reach_a_stream(policy):
+    act = pipeline("behavior-cloning", model=policy)
+    episode = np.random.default_rng(0).normal(size=(6, 16)).astype(np.float32)
+    whole = act(episode)
+    stream = act(iter(episode))
+    disturb = [
+        policy.reset,
+        lambda: policy.select_action(episode[:3]),
+        lambda: policy.reset([1]),
+        lambda: policy.set_state(policy.get_state()),
+        lambda: list(act(iter(episode[:2]))),
+        lambda: act(episode),
+    ]
+    for expected, change in zip(whole, disturb, strict=True):
+        change()
+        kept = policy.get_state()
+        assert next(stream) == close_to(expected)
+        assert policy.get_state().keys() == kept.keys()
+        assert all(torch.equal(part, kept[name]) for name, part in policy.get_state().items())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], r"observations have shape \(0,\); they must be"),
+        (np.zeros((0, 3, 16)), r"shape \(0, 3, 16\); they must be .* with at least one episode"),
+        ("up", "observations must be an array of numbers; given: ndarray"),
+        (None, "observations must be an array of numbers"),
+        (np.zeros((3, 16)) * 1j, "observations must be real numbers; given: complex ones"),
+        ([np.zeros((3, 16)), np.zeros((3, 4))], r"shape \(3, 4\)"),
+        (np.full((3, 16), 1e39), "not finite, first in row 0, frame 0"),
+    ],
+    ids=str,
+)
+def test_what_is_no_episode_is_refused(policy, given, message):
+    with pytest.raises(ValueError, match=message):
+        pipeline("behavior-cloning", model=policy)(given)
+
+
+def test_an_episode_may_have_no_frames(policy):
+    act, episode = pipeline("behavior-cloning", model=policy), np.ones((3, 16), dtype=np.float32)
+    assert act(np.zeros((0, 16))).shape == (0, 2) and act(np.zeros((2, 0, 16))).shape == (2, 0, 2)
+    assert [x.shape for x in act([episode, episode[:0]], batch_size=2)] == [(3, 2), (0, 2)]
+    assert list(act(iter(episode[:0]))) == []
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_a_wrong_batch_size_is_refused(policy, size):
+    with pytest.raises(ValueError, match=f"batch_size={size}"):
+        pipeline("behavior-cloning", model=policy)([np.zeros((3, 16))] * 2, batch_size=size)
+    with pytest.raises(ValueError, match=f"batch_size={size}"):
+        pipeline("state-tracking", model=tracker(), batch_size=size)(["s0", "s1"])
 
 
 def test_other_checkpoints_and_options_are_refused(policy, tmp_path):

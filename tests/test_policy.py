@@ -227,3 +227,114 @@ def test_every_option_has_a_state_for_each_environment():
         policy = make_policy(f"mamba3/{option}")
         policy.select_action(make_frames(2)[0])
         assert all(len(part) == 2 for part in policy.get_state().values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_episodes_run_side_by_side_on_states_of_their_own(case):
+    policy, frames = make_policy(case), make_frames(2)
+    expected = act(policy, frames)
+    kept, states, found = policy.get_state(), [None, None], [[], []]
+    for frame in frames:
+        for number in range(2):
+            action, states[number] = policy.next_action(frame[number], states[number])
+            found[number].append(action)
+    assert error(torch.stack([torch.stack(x) for x in found], 1), expected) < 1e-12
+    assert all(torch.equal(part, kept[name]) for name, part in policy.get_state().items())
+
+
+@pytest.mark.parametrize("environments", [3, 9])
+@pytest.mark.parametrize("case", [*CASES, "mamba3/bare_blocks", "mamba3/no_block_norm", "gdp_everything"])
+def test_a_step_that_overflows_leaves_the_episode_as_it_was(case, environments):
+    policy, frames = make_policy(case, dtype=torch.float32), make_frames(environments).float()
+    expected = act(policy, frames)
+    policy.reset()
+    act(policy, frames[:3])
+    huge = frames[3].clone()
+    huge[1] = 3e38
+    before = policy.policy_states
+    message = r"not finite in environments \[1\]: the largest number there is 3e\+38 in observation and .*torch.float32"
+    with pytest.raises(ValueError, match=message):
+        policy.select_action(huge)
+    assert policy.policy_states is before
+    assert error(act(policy, frames[3:]), expected[3:]) < 1e-6
+
+
+@pytest.mark.parametrize("case", [*CASES, "mamba3/bare_blocks", "mamba3/no_block_norm", "gdp_everything"])
+def test_a_state_is_finite_wherever_the_action_is(case):
+    policy, refused = make_policy(case, dtype=torch.float32), 0
+    for exponent in range(3, 40):
+        policy.reset()
+        policy.select_action(torch.randn(16))
+        for observation in (torch.randn(16, dtype=torch.float64) * 10.0**exponent, torch.randn(16)):
+            try:
+                policy.select_action(observation.clamp(-3e38, 3e38))
+            except ValueError:
+                refused += 1
+            assert all(part.isfinite().all() for part in policy.get_state().values()), exponent
+    assert 0 < refused < 37
+
+
+def test_a_state_too_large_to_go_on_is_said_to_be_so():
+    policy = make_policy(dtype=torch.float32)
+    policy.select_action(torch.randn(2, 16))
+    state = policy.get_state()
+    state["1.h"][1] = 3e38
+    policy.set_state(state)
+    with pytest.raises(ValueError, match=r"environments \[1\].* in observation and 3e\+38 in the state.*reset\(\)"):
+        policy.select_action(torch.randn(2, 16))
+    policy.reset([1])
+    assert policy.select_action(torch.randn(2, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e300])
+def test_a_state_that_is_not_finite_is_refused(number):
+    policy = make_policy(dtype=torch.float32)
+    policy.select_action(torch.randn(2, 16))
+    before = policy.get_state()
+    state = {name: part.double() for name, part in before.items()}
+    state["1.u"][1, 0, 0] = number
+    with pytest.raises(ValueError, match="state holds a number in 1.u that is not finite in torch.float32"):
+        policy.set_state(state)
+    assert all(torch.equal(part, before[name]) for name, part in policy.get_state().items())
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_an_observation_that_is_not_finite_in_the_dtype_of_the_policy_is_refused(number):
+    policy = make_policy(dtype=torch.float32)
+    for row in np.eye(16):
+        observation = np.stack([np.zeros(16), np.where(row == 1, number, 0)])
+        with pytest.raises(ValueError, match="observation holds a number that is not finite in torch.float32"):
+            policy.select_action(observation)
+    assert policy.get_state() == {}
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (None, "observation must be an array of numbers; given: NoneType"),
+        ("up", "observation must be an array of numbers; given: str"),
+        ([[0.0] * 16, [0.0]], "observation must be an array of numbers; given: list"),
+        (np.array([None] * 16), "observation must be an array of numbers; given: ndarray"),
+        (np.zeros(16) * 1j, "observation must be real numbers; given: complex ones"),
+        (torch.zeros(16) * 1j, "observation must be real numbers; given: complex ones"),
+        (3.0, r"observation has shape \(\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_observation_is_named_and_changes_nothing(observation, message):
+    policy = make_policy()
+    policy.select_action(make_frames(1)[0])
+    before = policy.policy_states
+    with pytest.raises(ValueError, match=message):
+        policy.select_action(observation)
+    assert policy.policy_states is before
+
+
+@pytest.mark.parametrize("state", [None, [], "0.h", torch.zeros(2)])
+def test_what_is_no_state_is_refused(state):
+    policy = make_policy()
+    policy.select_action(make_frames(1)[0])
+    before = policy.policy_states
+    with pytest.raises(ValueError, match=f"state is a {type(state).__name__}; it must be a dict of tensors"):
+        policy.set_state(state)
+    assert policy.policy_states is before
