@@ -10,7 +10,6 @@ they were written are built again.
 import argparse
 import errno
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -28,7 +27,7 @@ from ..configuration.checksums import checksum
 from ..configuration.folder_lock import LOCK, FolderInUseError, folder_lock
 from .card import dataset_card
 from .columns import task_features, to_table
-from .show import NO_MATPLOTLIB, draw
+from .show import NO_MATPLOTLIB, can_draw, draw
 from .task import Task, check_at_least
 from .tasks import TASKS, make_task
 
@@ -113,11 +112,6 @@ def read_checksums(out: Path) -> dict[str, str]:
         tqdm.write(f"{path} cannot be read: all files are built again.")
         return {}
     return recorded
-
-
-def can_draw() -> bool:
-    """Whether there is matplotlib, an extra: without it the card has no picture."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def versions() -> str:
