@@ -26,18 +26,25 @@ from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 from mamba3_nplr.configuration.atomic_files import write_atomically
-from mamba3_nplr.configuration.checksums import checksums
+from mamba3_nplr.configuration.contents import write_contents
+from mamba3_nplr.configuration.folder_lock import FolderInUseError, folder_lock
 from mamba3_nplr.datasets_scripts import run_record
 from mamba3_nplr.datasets_scripts.comparison import comparison_table, draw_comparison
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, evaluate_command
 from mamba3_nplr.datasets_scripts.evaluation import evaluate, main_metric, scalars
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
-from mamba3_nplr.datasets_scripts.hub_upload import MODEL_FILES, PushCheckpoints, plan_run
+from mamba3_nplr.datasets_scripts.hub_upload import PushCheckpoints, plan_run
 from mamba3_nplr.datasets_scripts.show import NO_MATPLOTLIB, can_draw
 from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, make_folder, parse_run
 from mamba3_nplr.modeling.host_memory import keep_memory
 from mamba3_nplr.modeling.hub_errors import clear_errors
-from mamba3_nplr.modeling.resumable_trainer import CheckpointError, NotFiniteError, ResumableTrainer, StopOnSignal
+from mamba3_nplr.modeling.resumable_trainer import (
+    CheckpointError,
+    NotFiniteError,
+    ResumableTrainer,
+    StopOnSignal,
+    remove_unfinished,
+)
 from mamba3_nplr.modeling.scan import select_backend
 
 
@@ -54,11 +61,25 @@ class UploadError(Exception):
 
 
 def train(run: TrainingRun) -> dict:
-    """Trains, evaluates and saves; returns what `results.json` holds."""
+    """Trains, evaluates and saves, alone in its folder; returns what `results.json` holds."""
+    if run.args.process_index:
+        return train_alone(run, None)  # the first process holds the folder, and the others wait for what it finds there
+    folder = Path(run.args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with folder_lock(folder):
+            checkpoint = run_record.find_checkpoint(run)
+            remove_unfinished(folder)
+            return train_alone(run, checkpoint)
+    except FolderInUseError as error:
+        raise UsageError(f"output_dir: {error}") from error
+
+
+def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
     args = run.args
     share_cores()
     keep_memory()
-    [checkpoint] = broadcast_object_list([run_record.find_checkpoint(run) if args.process_index == 0 else None])
+    [checkpoint] = broadcast_object_list([checkpoint])
     repository = create_repository(args)
     transformers.set_seed(args.seed)
     model = auto_class(run.task).from_config(run.config)
@@ -66,7 +87,6 @@ def train(run: TrainingRun) -> dict:
     if args.process_index == 0:
         announce(run, model, checkpoint)
         compile_ahead(run)
-        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         run_record.write_json(Path(args.output_dir, run_record.RUN), record)
     seed = args.seed if args.data_seed is None else args.data_seed
     accumulation = args.gradient_accumulation_steps
@@ -97,22 +117,28 @@ def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) 
     args, model = run.args, trainer.model
     results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
     trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
-    trainer.save_finished()
+    saved = trainer.save_finished()
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     summary = run_record.summary(run, model, results, losses)
     if args.process_index == 0:
-        write_results(run, trainer, summary, repository)
+        write_results(run, trainer, summary, repository, saved)
         if repository:
             push_finished(args, summary, repository)
     trainer.accelerator.wait_for_everyone()
     return summary
 
 
-def write_results(run: TrainingRun, trainer: ResumableTrainer, summary: dict, repository: str | None) -> None:
-    """Results, picture and card, beside the weights they belong to."""
+def write_results(
+    run: TrainingRun, trainer: ResumableTrainer, summary: dict, repository: str | None, saved: list[str]
+) -> None:
+    """
+    Results, picture and card, beside the weights they belong to, and a list of all: so that one can tell later which
+    files of the folder are the run's, and whether they are still those that were evaluated.
+
+    Args:
+        saved: Names of the files of the model.
+    """
     out = Path(run.args.output_dir)
-    # So that one can tell later whether these are still the files that were evaluated.
-    summary["checksums"] = checksums(out, [*MODEL_FILES, run_record.RUN])
     try:
         write_atomically(out / run_record.PLOT, lambda part: draw_comparison(run.task, {run.model_name: summary}, part))
     except ImportError:
@@ -122,6 +148,8 @@ def write_results(run: TrainingRun, trainer: ResumableTrainer, summary: dict, re
     write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
     write_atomically(out / run_record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
     run_record.write_json(out / run_record.RESULTS, summary)
+    written = [*saved, "trainer_state.json", run_record.RUN, run_record.RESULTS, run_record.CARD_FILE]
+    write_contents(out, written + [run_record.PLOT] * plot)
 
 
 def push_finished(args, summary: dict, repository: str) -> None:
@@ -201,7 +229,8 @@ def prepare(*runs: TrainingRun) -> None:
         return
     for run in runs:
         make_folder("output_dir", Path(run.args.output_dir))
-        run_record.find_checkpoint(run)
+        if len(runs) > 1:
+            run_record.find_checkpoint(run)  # the first is trained for nothing if another cannot be
     if not can_draw():
         print(f"No picture will be drawn. {NO_MATPLOTLIB}", flush=True)
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -54,17 +53,12 @@ def lock_if_possible(file: IO) -> None:
 
 
 def publish_folder(part: Path, path: Path) -> None:
-    """Gives a folder that has been written under another name, on the same disk, its own; an older one is replaced."""
+    """Gives a folder that has been written under another name, on the same disk, its own; none has it yet."""
     for file in part.rglob("*"):
         sync(file)
     sync(part)
-    older = path.with_name(f".{path.name}.older")
-    shutil.rmtree(older, ignore_errors=True)
-    if path.exists():
-        os.replace(path, older)
     os.replace(part, path)
     sync(path.parent)
-    shutil.rmtree(older, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -7,11 +7,13 @@ import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
 LOCK = ".mamba3_nplr.lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)  # of file systems that cannot lock
+HELD: set[IO] = set()  # the files by which this process holds folders
 
 
 class FolderInUseError(RuntimeError):
@@ -28,11 +30,14 @@ def folder_lock(folder: Path) -> Iterator[None]:
             held = is_at(file, path)
             if held:
                 file.truncate(0)
-                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                since = datetime.now().astimezone().isoformat(" ", "seconds")
+                file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since},\n")
                 file.flush()
+                HELD.add(file)
                 try:
                     yield
                 finally:
+                    HELD.discard(file)
                     # While it is still held: whoever has opened it meanwhile finds that it is gone, and makes another.
                     path.unlink(missing_ok=True)
 
@@ -68,3 +73,13 @@ def is_at(file: IO, path: Path) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
+
+
+def leave_to_parent() -> None:
+    """A process that is forked off, such as one that loads data, would hold the folder after its parent was killed."""
+    for file in HELD:
+        file.close()
+    HELD.clear()
+
+
+os.register_at_fork(after_in_child=leave_to_parent)

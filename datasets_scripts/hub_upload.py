@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..configuration.contents import read_contents
 from ..modeling.hub_errors import clear_errors
 from . import run_record
 
-# The files of a model; what else lies in a run's folder stays there.
+# The files of a model, among those that a run has written; what else it has written stays where it is.
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "config.json")
 
 
@@ -55,17 +57,17 @@ class Upload:
         return clear_errors(self.repo_id, "uploaded", "The repository holds all of it or nothing.")
 
 
-def model_files(folder: Path, *names: str) -> dict[str, Path]:
-    """The files of the model in a folder, and those of `names` that are there."""
-    found = [path for pattern in (*MODEL_FILES, *names) for path in sorted(folder.glob(pattern))]
-    return {path.name: path for path in found}
+def written_files(folder: Path, *names: str) -> dict[str, Path]:
+    """The files of the model that a run has written into a folder, and those of `names`. A user's are never among."""
+    patterns = (*MODEL_FILES, *names)
+    return {x: folder / x for x in read_contents(folder) if "/" not in x and any(fnmatchcase(x, y) for y in patterns)}
 
 
 def plan_run(folder: Path, repo_id: str, summary: dict) -> Upload:
     """A finished run, with its card speaking of the repository."""
     card = (folder / run_record.CARD_FILE).read_text(encoding="utf-8")
     card = re.sub(r'^checkpoint = ".*"$', f'checkpoint = "{repo_id}"', card, flags=re.MULTILINE)
-    files = model_files(folder, run_record.RUN, run_record.RESULTS, run_record.PLOT)
+    files = written_files(folder, run_record.RUN, run_record.RESULTS, run_record.PLOT)
     made = {run_record.CARD_FILE: card.encode(), "LICENSE": licence()}
     split, figures = list(summary["results"].items())[-1]
     metric = summary["metric"]
@@ -96,8 +98,9 @@ class PushCheckpoints(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        upload = Upload(self.repo_id, "model", model_files(checkpoint, *self.names), f"Step {state.global_step}")
         try:
+            files = written_files(checkpoint, *self.names)
+            upload = Upload(self.repo_id, "model", files, f"Step {state.global_step}")
             upload.push(self.api, self.revision)
         except Exception as error:
             print(f"{checkpoint} could not be uploaded: {error}", file=sys.stderr)

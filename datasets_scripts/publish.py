@@ -4,11 +4,14 @@ Publishes finished runs and built datasets on the Hub, with card, licence and re
     python -m mamba3_nplr.publish FOLDER [FOLDER ...] [--owner NAME] [--dry_run]
 
 The token is that of `hf auth login`, or HF_TOKEN; a dry run needs neither token nor network. A run that is not
-evaluated, or a folder that is half written or was changed since, is refused before anything is uploaded.
+evaluated, or a folder that is half written, in use or was changed since, is refused before anything is uploaded. Of a
+run only the files that it has written itself are uploaded, whatever else lies beside them.
 """
 
 import argparse
+import contextlib
 import json
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -16,12 +19,15 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..configuration.checksums import changed_files
+from ..configuration.contents import CONTENTS, LINK, damaged_files, describe_damage, read_contents
+from ..configuration.folder_lock import FolderInUseError, folder_lock
 from ..modeling.hub_errors import clear_errors
 from ..modeling.resumable_trainer import UNFINISHED
 from . import build, run_record
-from .hub_upload import Upload, licence, model_files, plan_run
+from .hub_upload import Upload, licence, plan_run
 
 DATASET_NAME = "state-tracking"
+EDITABLE = (run_record.CARD_FILE, run_record.PLOT)  # what readers look at; results are as they were found, or refused
 UNKNOWN_OWNER = "OWNER"  # in a dry run, which asks nobody whose the token is
 
 
@@ -29,7 +35,13 @@ class RefusedError(ValueError):
     """A folder that must not be published; the message says why, and what to do."""
 
 
-def plan(folder: Path, owner: str, name: str | None = None, allow_uncommitted: bool = False) -> Upload:
+def plan(
+    folder: Path,
+    owner: str,
+    name: str | None = None,
+    allow_uncommitted: bool = False,
+    allow_edited: Collection[str] = (),
+) -> Upload:
     """
     What publishing a folder would upload. Nothing of the Hub is needed for it.
 
@@ -37,41 +49,53 @@ def plan(folder: Path, owner: str, name: str | None = None, allow_uncommitted: b
         folder: Of a finished run, or of built datasets.
         owner, name: Of the repository; the name is by default that of the settings of the run.
         allow_uncommitted: Whether a run of code that is in no commit may be published.
+        allow_edited: Names of `EDITABLE` files of a run that may have been changed since.
     """
     if (folder / build.SETTINGS).exists():
         return plan_dataset(folder, f"{owner}/{name or DATASET_NAME}")
     if not folder.is_dir():
         raise RefusedError(f"{folder} is not there.")
-    summary = read_results(folder)
+    check_files(folder, allow_edited)
+    summary = json.loads((folder / run_record.RESULTS).read_text(encoding="utf-8"))
     check_run(folder, summary, allow_uncommitted)
     default = "-".join([summary["task"], summary["model"], summary["preset"], f"seed{summary['seed']}"])
     return plan_run(folder, f"{owner}/{name or default}", summary)
 
 
-def read_results(folder: Path) -> dict:
-    path = folder / run_record.RESULTS
-    if not path.exists():
+def check_files(folder: Path, allow_edited: Collection[str]) -> None:
+    """Refuses a run whose files are not those that were evaluated."""
+    if not (folder / run_record.RESULTS).exists():
         raise RefusedError(
             f"{folder} is not evaluated: it has no {run_record.RESULTS}. A run gets one when it finishes "
             "(train_hf.py --resume_from_checkpoint goes on with one); its single checkpoints have none."
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    damaged = damaged_files(folder)
+    if CONTENTS not in damaged:
+        damaged = not_listed(folder) | damaged
+    allowed = [name for name in allow_edited if damaged.get(name) != LINK and (folder / name).is_file()]
+    refused = {name: what for name, what in damaged.items() if name not in allowed}
+    if (folder / UNFINISHED).exists():
+        refused[UNFINISHED] = "shows that a run was stopped while it was writing"
+    if refused:
+        edited = " ".join(f"--allow_edited {name}" for name in EDITABLE if name in refused)
+        raise RefusedError(
+            f"{folder} is not what was evaluated: {describe_damage(refused)}. The command of the run with "
+            "--resume_from_checkpoint evaluates its last checkpoint again and writes all files anew."
+            + (f" What was edited on purpose is published with {edited}" if edited else "")
+        )
+
+
+def not_listed(folder: Path) -> dict[str, str]:
+    """What a finished run lists with a checksum, and this one does not."""
+    listed = read_contents(folder)
+    needed = {run_record.RESULTS, run_record.RUN, run_record.CARD_FILE, *listed}
+    return {name: f"has no checksum in {CONTENTS}" for name in needed if "sha256" not in listed.get(name, {})}
 
 
 def check_run(folder: Path, summary: dict, allow_uncommitted: bool) -> None:
-    """Refuses a run whose files are not those that were evaluated."""
-    recorded = summary.get("checksums", {})
-    problems = changed_files(folder, recorded)
-    problems += [f"{name} was not there" for name in model_files(folder, run_record.RUN) if name not in recorded]
-    problems += [
-        f"{name} is missing" for name in (run_record.CARD_FILE, run_record.RUN) if not (folder / name).exists()
-    ]
-    if (folder / UNFINISHED).exists():
-        problems.append(f"{UNFINISHED} shows that a run is being written")
+    """Refuses a run that has found nothing, or that nobody else could repeat."""
     if not summary["results"]:
-        problems.append("there are no results")
-    if problems:
-        raise RefusedError(f"{folder} is not what was evaluated: {'; '.join(problems)}. Train or evaluate it anew.")
+        raise RefusedError(f"{folder} is not evaluated: there are no results.")
     revision = summary["environment"]["git"] or ""
     if revision.endswith("+") and not allow_uncommitted:
         raise RefusedError(
@@ -155,9 +179,42 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--allow_uncommitted", action="store_true", help="also runs of code that is in no commit")
     parser.add_argument(
+        "--allow_edited",
+        action="append",
+        default=[],
+        choices=EDITABLE,
+        metavar="FILE",
+        help=f"also runs whose {' or '.join(EDITABLE)} was edited since; results never",
+    )
+    parser.add_argument(
         "--dry_run", action="store_true", help="upload nothing, ask nobody; show exactly what would be uploaded"
     )
     return parser
+
+
+@contextlib.contextmanager
+def nobody_writes(folder: Path) -> Iterator[None]:
+    """Refuses a folder in which a run or a build goes on, and keeps others from starting there."""
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(folder_lock(folder))
+        except FolderInUseError as error:
+            raise RefusedError(str(error)) from error
+        except OSError:
+            pass  # there is no such folder, or nobody here can write into it
+        yield
+
+
+def publish_folders(given: argparse.Namespace) -> None:
+    api = HfApi()
+    owner = given.owner or (UNKNOWN_OWNER if given.dry_run else token_owner(api))
+    uploads = [plan(folder, owner, given.name, given.allow_uncommitted, given.allow_edited) for folder in given.folders]
+    for upload in uploads:
+        validate_repo_id(upload.repo_id)
+    if given.dry_run:
+        print(describe(uploads, owner, given.collection))
+    else:
+        publish(uploads, api, given.private, given.revision, given.collection)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -165,16 +222,11 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.name and len(given.folders) > 1:
         parser.error("--name is for a single FOLDER: several need several names.")
-    api = HfApi()
     try:
-        owner = given.owner or (UNKNOWN_OWNER if given.dry_run else token_owner(api))
-        uploads = [plan(folder, owner, given.name, given.allow_uncommitted) for folder in given.folders]
-        for upload in uploads:
-            validate_repo_id(upload.repo_id)
-        if given.dry_run:
-            print(describe(uploads, owner, given.collection))
-        else:
-            publish(uploads, api, given.private, given.revision, given.collection)
+        with contextlib.ExitStack() as held:
+            for folder in dict.fromkeys(folder.resolve() for folder in given.folders):
+                held.enter_context(nobody_writes(folder))
+            publish_folders(given)
     except RefusedError as error:
         parser.exit(2, f"publish: {error}\n")
     except (HTTPError, OSError, RuntimeError, ValueError) as error:

@@ -5,6 +5,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from torch import nn
 
 from ..configuration.atomic_files import write_atomically
 from ..configuration.citations import bibtex
+from ..configuration.contents import damaged_files, describe_damage, has_checksums
 from ..configuration.presets import MODELS
-from ..modeling.resumable_trainer import is_whole, last_whole_checkpoint
+from ..modeling.resumable_trainer import all_checkpoints, last_whole_checkpoint
 from .evaluation import main_metric
 from .training_run import LAST, TrainingRun, UsageError
 
 RUN, RESULTS, CARD_FILE, PLOT = "run.json", "results.json", "README.md", "results.png"
+# What a user may have in a folder before the run, and would lose.
+OVERWRITTEN = (CARD_FILE, PLOT, "config.json", "model.safetensors", "trainer_state.json")
 PACKAGES = ("mamba3_nplr", "torch", "transformers", "accelerate", "safetensors", "numpy")
 
 CARD = """
@@ -150,26 +154,49 @@ def command(run: TrainingRun) -> str:
 def find_checkpoint(run: TrainingRun) -> str | None:
     """The checkpoint to go on from. A run is mixed neither with another in its folder nor with other settings."""
     folder, asked = Path(run.args.output_dir), run.args.resume_from_checkpoint
-    last = last_whole_checkpoint(folder)
     if asked is None:
-        if last or (folder / RESULTS).exists():
+        if all_checkpoints(folder) or (folder / RESULTS).exists():
             raise UsageError(
                 f"output_dir={str(folder)!r} holds a run. Give --resume_from_checkpoint to go on with it, or another "
                 "--output_dir."
             )
+        lost = [name for name in OVERWRITTEN if (folder / name).exists()]
+        if lost:
+            raise UsageError(
+                f"output_dir={str(folder)!r} holds {', '.join(lost)}, which the run would overwrite. Give another "
+                "--output_dir."
+            )
         return None
-    checkpoint = last if asked == LAST else Path(asked)
-    if checkpoint is None:
-        return None  # the run was ended before its first checkpoint
-    if not is_whole(checkpoint):
-        raise UsageError(
-            f"resume_from_checkpoint={asked!r} is no whole checkpoint. The last one in {folder}: {last or 'none'}."
-        )
+    if asked == LAST:
+        checkpoint = find_last(folder)
+        if checkpoint is None:
+            return None  # the run was ended before its first checkpoint, or starts anew
+    else:
+        checkpoint, damaged = Path(asked), damaged_files(Path(asked))
+        if damaged:
+            raise UsageError(
+                f"resume_from_checkpoint={asked!r} is no whole checkpoint: {describe_damage(damaged)}. The last one in "
+                f"{folder}: {last_whole_checkpoint(folder) or 'none'}."
+            )
+    if not has_checksums(checkpoint):
+        print(f"{checkpoint} is of an earlier version: only the sizes of its files were compared.", file=sys.stderr)
     earlier = json.loads((checkpoint / RUN).read_text(encoding="utf-8"))["arguments"]
     differences = run.differences(earlier)
     if differences:
         raise UsageError(f"{checkpoint} comes from a run with other settings ({'; '.join(differences)}).")
     return str(checkpoint)
+
+
+def find_last(folder: Path) -> Path | None:
+    """The last whole checkpoint of a run; says which later ones are not whole, and why."""
+    for checkpoint in reversed(all_checkpoints(folder)):
+        damaged = damaged_files(checkpoint)
+        if not damaged:
+            return checkpoint
+        print(f"{checkpoint} is not whole and not used: {describe_damage(damaged)}.", file=sys.stderr)
+    if all_checkpoints(folder):
+        print(f"{folder} has no whole checkpoint: the run starts anew.", file=sys.stderr)
+    return None
 
 
 def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int, float]) -> dict:

@@ -6,8 +6,10 @@ Weights are safetensors. What else a run needs to go on (optimizer, schedule, ra
 Trainer writes it and reads it back, with `weights_only=True`: it comes from this machine and is never published.
 """
 
+import contextlib
 import json
 import math
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -18,10 +20,10 @@ from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..configuration.atomic_files import publish_folder, write_atomically
+from ..configuration.atomic_files import publish_folder, remove_parts, write_atomically
+from ..configuration.contents import damaged_files, write_contents
 
-CONTENTS = "contents.json"  # of a checkpoint: its files and their sizes, written last
-UNFINISHED = ".unfinished"  # where checkpoints are written until they are whole
+UNFINISHED = ".unfinished"  # where checkpoints are until they are whole, and once more when they are deleted
 
 
 class NotFiniteError(ArithmeticError):
@@ -150,33 +152,47 @@ class ResumableTrainer(Trainer):
             best = Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             self.state.best_model_checkpoint = str(best)
             self.state.save_to_json(str(part / "trainer_state.json"))
-        write_contents(part)
+        write_contents(part, files_in(part))
+        self.set_aside(whole)  # one that is damaged, if any
         publish_folder(part, whole)
-        shutil.rmtree(self.unfinished_folder, ignore_errors=True)
         self.delete_older(keep=whole)
+        shutil.rmtree(self.unfinished_folder, ignore_errors=True)
 
-    def delete_older(self, keep: Path) -> None:
+    def set_aside(self, checkpoint: Path) -> None:
+        """Takes away its name first, all at once: if a kill leaves half of it, it is where no whole one can be."""
+        with contextlib.suppress(OSError):
+            os.replace(checkpoint, self.unfinished_folder / f"old-{checkpoint.name}")
+
+    def delete_older(self, keep: Path | None) -> None:
         """Leaves `save_total_limit` checkpoints. Trainer's own rotation counts folders that are not whole."""
+        if keep is None:
+            return
         kept = {str(keep), self.state.best_model_checkpoint or str(keep)}
         others = [path for path in whole_checkpoints(self.args.output_dir) if str(path) not in kept]
         excess = len(others) + len(kept) - (self.args.save_total_limit or len(others) + len(kept))
         for path in others[: max(0, excess)]:
-            shutil.rmtree(path, ignore_errors=True)
+            self.set_aside(path)
 
-    def save_finished(self) -> None:
-        """The trained model in the run's own folder; its weights, which make it loadable, come last."""
-        part, whole = self.unfinished_folder, Path(self.args.output_dir)
+    def save_finished(self) -> list[str]:
+        """
+        The trained model in the run's own folder; its weights, which make it loadable, come last. Returns the names of
+        its files, in the process that writes them.
+        """
+        part, whole, names = self.unfinished_folder, Path(self.args.output_dir), []
         try:
             self.save_model(str(part), _internal_call=True)
             if self.args.should_save:
-                for file in sorted(part.iterdir(), key=lambda file: file.suffix == ".safetensors"):
-                    write_atomically(whole / file.name, lambda path, file=file: shutil.copyfile(file, path))
+                names = sorted(files_in(part), key=lambda name: name.endswith(".safetensors"))
+                for name in names:
+                    write_atomically(whole / name, lambda path, name=name: shutil.copyfile(part / name, path))
+                self.delete_older(keep=last_whole_checkpoint(whole))  # a kill may have come before it was their turn
                 shutil.rmtree(part)
         except Exception as error:
             shutil.rmtree(part, ignore_errors=True)
             kept = last_whole_checkpoint(whole)
             raise CheckpointError(f"The model could not be saved ({error}). Last whole checkpoint: {kept}.") from error
         self.accelerator.wait_for_everyone()
+        return names
 
 
 class ProgressBar(ProgressCallback):
@@ -221,30 +237,34 @@ class StopOnSignal(TrainerCallback):
         self.before = {}
 
 
-def write_contents(folder: Path) -> None:
-    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    (folder / CONTENTS).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
+def files_in(folder: Path) -> list[str]:
+    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """Whether every file that was written is there, in its full size: copies, too, may be cut short."""
-    try:
-        sizes = json.loads((checkpoint / CONTENTS).read_text(encoding="utf-8"))
-        return all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
-        return False
+    """Whether every file that was written is there as it was: copies may be cut short, and disks change bits."""
+    return not damaged_files(checkpoint)
+
+
+def all_checkpoints(folder) -> list[Path]:
+    """The checkpoints of a run, whole or not, oldest first."""
+    steps = {path: path.name.rpartition("-")[2] for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
 
 
 def whole_checkpoints(folder) -> list[Path]:
-    """The whole checkpoints of a run, oldest first; what was half written or cut short does not count."""
-    steps = {path: path.name.rpartition("-")[2] for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    return sorted(
-        (path for path in steps if steps[path].isdigit() and is_whole(path)), key=lambda path: int(steps[path])
-    )
+    """The whole checkpoints of a run, oldest first; what was half written, cut short or changed does not count."""
+    return [path for path in all_checkpoints(folder) if is_whole(path)]
 
 
 def last_whole_checkpoint(folder) -> Path | None:
-    return next(reversed(whole_checkpoints(folder)), None)
+    return next(filter(is_whole, reversed(all_checkpoints(folder))), None)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what a killed run has left half written or half deleted. Nothing may be writing there."""
+    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
+    remove_parts(folder)
 
 
 @torch.no_grad()

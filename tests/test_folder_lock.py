@@ -20,7 +20,7 @@ with folder_lock(sys.argv[1]):
 
 def test_the_second_is_refused_by_the_name_of_the_first(tmp_path):
     with folder_lock(tmp_path):
-        message = f"in use: process {os.getpid()} on .* another folder"
+        message = f"in use: process {os.getpid()} on .*, since 20.* another folder"
         with pytest.raises(FolderInUseError, match=message), folder_lock(tmp_path):
             pytest.fail("two are in the folder")
         assert (tmp_path / LOCK).exists()  # the refused one has not taken it away
@@ -66,3 +66,30 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(locking, "try_lock", no_locks)
     with pytest.warns(UserWarning, match="file system without locks"), folder_lock(tmp_path):
         pass
+
+
+FORKING_HOLDER = """
+import os, sys, time
+from mamba3_nplr.configuration.folder_lock import folder_lock
+with folder_lock(sys.argv[1]):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_processes_that_the_owner_has_forked_hold_nothing(tmp_path):
+    """As those that load data: they outlive a killed owner by some seconds."""
+    command = [sys.executable, "-c", FORKING_HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        child = int(holder.stdout.readline())
+        with pytest.raises(FolderInUseError, match=f"process {holder.pid} on"), folder_lock(tmp_path):
+            pass
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        try:
+            with folder_lock(tmp_path):
+                os.kill(child, 0)  # it is alive
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """Publishing: exactly what was evaluated or built, all of it or nothing, and nothing that is not ready."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -13,6 +14,8 @@ import training_program
 from hub_client import FAULTS, TOKENS, run_client, run_script
 from hub_server import HubServer, card_problems
 from huggingface_hub import DatasetCard, ModelCard
+from mamba3_nplr.configuration.contents import read_contents, write_contents
+from mamba3_nplr.configuration.folder_lock import FolderInUseError, folder_lock
 from mamba3_nplr.datasets_scripts import build as building
 from mamba3_nplr.datasets_scripts import publish as publishing
 from mamba3_nplr.datasets_scripts import run_record
@@ -53,9 +56,19 @@ SPOILED = {
     "model.safetensors has been changed": lambda run: flip(run / "model.safetensors"),
     "modeling_mamba3_nplr.py has been changed": lambda run: flip(run / "modeling_mamba3_nplr.py"),
     "run.json is not there": lambda run: (run / "run.json").unlink(),
-    "README.md is missing": lambda run: (run / "README.md").unlink(),
-    "other.safetensors was not there": lambda run: shutil.copy(run / "model.safetensors", run / "other.safetensors"),
-    "a run is being written": lambda run: (run / ".unfinished").mkdir(),
+    "run.json has been changed": lambda run: flip(run / "run.json"),
+    "README.md is not there": lambda run: (run / "README.md").unlink(),
+    "README.md has been changed": lambda run: flip(run / "README.md"),
+    "published with --allow_edited README.md": lambda run: flip(run / "README.md"),
+    "results.json has been changed": lambda run: flip(run / "results.json"),
+    "results.json has 2 bytes instead of": lambda run: (run / "results.json").write_text("[]"),
+    "results.png has been changed": lambda run: flip(run / "results.png"),
+    "results.png is a symbolic link": lambda run: link(run / "results.png"),
+    "config.json is a symbolic link": lambda run: link(run / "config.json"),
+    "contents.json is not there": lambda run: (run / "contents.json").unlink(),
+    "contents.json cannot be read": lambda run: (run / "contents.json").write_text("null"),
+    "run.json has no checksum in contents.json": lambda run: list_files(run, without="run.json"),
+    "a run was stopped while it was writing": lambda run: (run / ".unfinished").mkdir(),
     "is not evaluated": lambda run: (run / "results.json").unlink(),
     "uncommitted changes": lambda run: change(run / "results.json", environment={"git": "0123+"}),
     "there are no results": lambda run: change(run / "results.json", results={}),
@@ -68,7 +81,19 @@ def flip(path):
 
 
 def change(path, **fields):
+    """As if the run itself had written it so."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    list_files(path.parent)
+
+
+def list_files(run, without=None):
+    write_contents(run, [name for name in read_contents(run) if name != without])
+
+
+def link(path):
+    """What was written, elsewhere; it might be anything by the time of the upload."""
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
 
 
 @pytest.mark.parametrize(("message", "spoil"), SPOILED.items())
@@ -78,6 +103,57 @@ def test_what_was_not_evaluated_as_it_is_is_refused(message, spoil, copy, capsys
     with pytest.raises(SystemExit) as stop:
         publishing.main([str(copy / "words"), "--owner=user", "--dry_run"])
     assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_card_that_was_edited_is_published_if_asked_for(copy, capsys):
+    run = copy / "words"
+    card = (run / "README.md").read_text() + "Mine.\n"
+    (run / "README.md").write_text(card)
+    with pytest.raises(publishing.RefusedError, match="README.md has"):
+        publishing.plan(run, "user")
+    publishing.main([str(run), "--owner=user", "--dry_run", "--allow_edited=README.md"])
+    assert b"Mine." in publishing.plan(run, "user", allow_edited=["README.md"]).files["README.md"]
+    link(run / "README.md")
+    flip(run / "results.png")
+    with pytest.raises(publishing.RefusedError, match="README.md is a symbolic link; results.png has been changed"):
+        publishing.plan(run, "user", allow_edited=["README.md"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        publishing.main([str(run), "--owner=user", "--dry_run", "--allow_edited=results.json"])
+    assert "invalid choice: 'results.json'" in capsys.readouterr().err
+
+
+def test_only_files_that_the_run_wrote_are_published(copy, capsys):
+    run = copy / "words"
+    before = publishing.plan(run, "user").files
+    for name in ("my_secrets.py", "private.safetensors", "private.safetensors.index.json"):
+        (run / name).write_text("mine")
+    (run / "linked.py").symlink_to(__file__)
+    assert publishing.plan(run, "user").files == before
+    assert {"model.safetensors", "config.json", "modeling_mamba3_nplr.py", "results.json", "results.png"} <= set(before)
+    assert not {"trainer_state.json", "contents.json"} & set(before)
+    publishing.main([str(run), "--owner=user", "--dry_run"])
+    assert not re.search("secrets|private|linked", capsys.readouterr().out)
+
+
+def test_a_folder_in_which_a_run_goes_on_is_refused(copy, capsys):
+    run = copy / "words"
+    with folder_lock(run), pytest.raises(SystemExit) as stop:
+        publishing.main([str(run), "--owner=user", "--dry_run"])
+    assert stop.value.code == 2
+    assert f"{run} is in use: process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
+    publishing.main([str(run), str(run), "--owner=user", "--dry_run"])
+    assert not list(run.glob(".*"))
+
+
+def test_a_run_is_kept_out_while_its_folder_is_published(copy, monkeypatch):
+    def describe(*_):
+        with pytest.raises(FolderInUseError), folder_lock(copy / "words"):
+            pass
+        return "kept out"
+
+    monkeypatch.setattr(publishing, "describe", describe)
+    publishing.main([str(copy / "words"), "--owner=user", "--dry_run"])
 
 
 def test_single_checkpoints_are_refused(folders):

@@ -6,9 +6,11 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -18,10 +20,11 @@ from hub_client import TOKENS, run_client
 from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard
 from mamba3_nplr.configuration.citations import CITATIONS
-from mamba3_nplr.datasets_scripts import comparison
+from mamba3_nplr.configuration.contents import write_contents
+from mamba3_nplr.configuration.folder_lock import FolderInUseError, folder_lock
+from mamba3_nplr.datasets_scripts import comparison, run_record
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from mamba3_nplr.modeling import resumable_trainer
 from mamba3_nplr.modeling.resumable_trainer import (
     NotFiniteError,
     ResumableTrainer,
@@ -42,6 +45,14 @@ def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     program.main([*request.param, f"--output_dir={folder}"])
     return request.param, folder
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """The folder of such a run."""
+    folder = tmp_path_factory.mktemp("words") / "run"
+    program.main([*WORDS, f"--output_dir={folder}"])
+    return folder
 
 
 def stopped(arguments):
@@ -409,96 +420,199 @@ def test_compare_names_its_own_folders(capsys):
     assert "--output_dir cannot be given to compare" in capsys.readouterr().err
 
 
-def test_contents_are_checked_file_by_file(tmp_path):
-    (tmp_path / "a").write_bytes(b"12")
-    assert not is_whole(tmp_path)
-    resumable_trainer.write_contents(tmp_path)
-    assert is_whole(tmp_path)
-    (tmp_path / "a").write_bytes(b"1")
-    assert not is_whole(tmp_path)
-    (tmp_path / "a").unlink()
-    assert not is_whole(tmp_path)
+def flip(path, position=-1):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
 
 
-def no_training(monkeypatch):
-    monkeypatch.setattr(ResumableTrainer, "train", lambda *arguments, **keywords: pytest.fail("a model is trained"))
-
-
-@pytest.mark.parametrize("folder", ["file", "file/run", "/proc/run"])
-def test_a_folder_that_cannot_be_written_is_refused_before_training(folder, tmp_path, monkeypatch, capsys):
-    no_training(monkeypatch)
-    (tmp_path / "file").write_text("mine")
-    for arguments in (
-        [f"--output_dir={tmp_path / folder}"],
-        ["compare", "--models=nplr", f"--out={tmp_path / folder}"],
-    ):
-        assert stopped([*arguments, *WORDS]) == 2
-        message = capsys.readouterr().err
-        assert f"{tmp_path / folder}' cannot be written: " in message and message.count("\n") == 1
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_compare_checks_all_models_before_it_trains_one(tmp_path, monkeypatch, capsys):
-    no_training(monkeypatch)
-    out = tmp_path / "out"
-    for models, message in (
-        (["nplr", "nprl"], "model='nprl' is unknown"),
-        (["nplr", "nplr"], "each can be given once"),
-    ):
-        assert stopped(["compare", *WORDS, f"--out={out}", "--models", *models]) == 2
-        assert message in capsys.readouterr().err and not out.exists()
-    (out / "gdn").mkdir(parents=True)
-    (out / "gdn" / "file").write_text("")
-    (out / "mamba3").write_text("a file")
-    assert stopped(["compare", *TINY[4:], f"--out={out}", "--models", "gdn", "mamba3"]) == 2
-    assert "mamba3' cannot be written" in capsys.readouterr().err
-
-
-def test_a_run_without_matplotlib_says_so_at_its_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    program.main([*WORDS, f"--output_dir={tmp_path / 'run'}"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "No picture will be drawn. Pictures need matplotlib: pip install 'mamba3_nplr[plot]'."
-    assert not (tmp_path / "run" / "results.png").exists() and (tmp_path / "run" / "results.json").exists()
-
-
-def test_an_error_of_the_disk_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
-    def full(path, content):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(program.run_record, "write_json", full)
-    assert stopped([*WORDS, f"--output_dir={tmp_path / 'run'}"]) == 1
-    message = capsys.readouterr().err
-    assert "No space left on device" in message and "--resume_from_checkpoint" in message and "Traceback" not in message
-
-
-WRONG_EVALUATIONS = {
-    "--batch_size=0": "batch_size=0 is not allowed: it must be a whole number of at least 1",
-    "--batch_size=-2": "batch_size=-2 is not allowed",
-    "--piece_length=0": "piece_length=0 is not allowed",
-    "--piece_length=-3": "piece_length=-3 is not allowed",
-    "--device=nowhere": "device='nowhere' cannot be used here: ",
-    "--device=cpu:x": "device='cpu:x' cannot be used here: ",
-    "--device=meta": "device='meta' cannot be used here: ",
-    "--device=cuda:99": "device='cuda:99' cannot be used here: ",
-    "--out=/proc/found.json": "out='/proc' cannot be written: ",
-    "--out=/": "out='/' is not allowed: it is a folder",
-    "--task.test_lengths=[]": "test_lengths=() is not allowed",
+DAMAGE = {
+    "model.safetensors has been changed": lambda x: flip(x / "model.safetensors", -7),
+    "optimizer.pt has been changed": lambda x: flip(x / "optimizer.pt", 1000),
+    "scheduler.pt has been changed": lambda x: (x / "scheduler.pt").write_bytes(
+        bytes((x / "scheduler.pt").stat().st_size)
+    ),
+    "rng_state.pth has 5 bytes instead of": lambda x: (x / "rng_state.pth").write_bytes(b"short"),
+    "trainer_state.json is not there": lambda x: (x / "trainer_state.json").unlink(),
+    "config.json is not there": lambda x: (x / "config.json").unlink() or (x / "config.json").mkdir(),
+    "run.json is a symbolic link": lambda x: (
+        (x / "run.json").unlink() or (x / "run.json").symlink_to(x.parent / "run.json")
+    ),
+    "contents.json is not there": lambda x: (x / "contents.json").unlink(),
+    "Expecting value": lambda x: (x / "contents.json").write_bytes(bytes(40)),
+    "can't decode": lambda x: (x / "contents.json").write_bytes(b"\xff\xfe"),
+    "nested too deeply": lambda x: (x / "contents.json").write_text("[" * 100_000),
+    "cannot be read (it lists no files": lambda x: (x / "contents.json").write_text("[]"),
+    "contents.json cannot be read (it lists no files": lambda x: (x / "contents.json").write_text("null"),
+    "it lists no files": lambda x: (x / "contents.json").write_text("{}"),
+    "'run.json' has no size and checksum": lambda x: (x / "contents.json").write_text('{"run.json": null}'),
+    "../run.json is a symbolic link": lambda x: (x / "contents.json").write_text('{"../run.json": 3}'),
+    "embedded null": lambda x: (x / "contents.json").write_text('{"\\u0000": 3}'),
 }
 
 
-@pytest.mark.parametrize(("argument", "message"), WRONG_EVALUATIONS.items())
-def test_evaluate_refuses_wrong_options_at_once(argument, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("mamba3_nplr.datasets_scripts.evaluate_checkpoint.load_model", pytest.fail)
-    (tmp_path / "run.json").write_text(json.dumps({"arguments": {"task": "s5_generators"}}))
-    assert stopped(["evaluate", str(tmp_path), argument]) == 2
-    found = capsys.readouterr().err
-    assert message in found and found.count("\n") == 1
+@pytest.mark.parametrize(("reason", "spoil"), DAMAGE.items())
+def test_a_damaged_checkpoint_is_not_taken_for_whole(reason, spoil, words, tmp_path, capsys):
+    shutil.copytree(words, tmp_path / "run")
+    last = tmp_path / "run" / "checkpoint-8"
+    assert is_whole(last)
+    spoil(last)
+    assert run_record.find_last(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
+    said = capsys.readouterr().err
+    assert said.startswith(f"{last} is not whole and not used: ") and reason in said and "\n" not in said[:-1]
 
 
-@pytest.mark.parametrize("record", ["{", "[]", "{}", '{"arguments": 3}', '{"arguments": {}}', "\udcff"])
-def test_evaluate_names_a_damaged_record(record, tmp_path, capsys):
-    (tmp_path / "run.json").write_bytes(record.encode(errors="surrogateescape"))
-    assert stopped(["evaluate", str(tmp_path)]) == 2
-    assert "run.json holds no record of a run" in capsys.readouterr().err
+def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(words, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(words, run)
+    flip(run / "checkpoint-8" / "model.safetensors", -7)
+    flip(run / "model.safetensors", -7)
+    assert stopped([*WORDS, f"--output_dir={run}", f"--resume_from_checkpoint={run / 'checkpoint-8'}"]) == 2
+    said = capsys.readouterr().err
+    assert "is no whole checkpoint: model.safetensors has been changed. The last one" in said and "checkpoint-6" in said
+    resume_and_compare(WORDS, run, words)
+    said = capsys.readouterr()
+    assert f"{run / 'checkpoint-8'} is not whole and not used" in said.err
+    assert f"Goes on from {run / 'checkpoint-6'}" in said.out
+    assert is_whole(run / "checkpoint-8") and files_of(run) == files_of(words)
+
+
+def test_a_run_without_a_whole_checkpoint_starts_anew_if_asked_to_go_on(words, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(words, run)
+    for name in checkpoints(run):
+        flip(run / name / "optimizer.pt", 1000)
+    (run / "results.json").unlink()
+    assert stopped([*WORDS, f"--output_dir={run}"]) == 2
+    assert "holds a run. Give --resume_from_checkpoint" in capsys.readouterr().err
+    resume_and_compare(WORDS, run, words)
+    assert f"{run} has no whole checkpoint: the run starts anew." in capsys.readouterr().err
+
+
+def test_checkpoints_of_earlier_versions_are_taken_and_that_is_said(words, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(words, run)
+    contents = run / "checkpoint-8" / "contents.json"
+    sizes = {name: entry["size"] for name, entry in json.loads(contents.read_text()).items()}
+    contents.write_text(json.dumps(sizes))
+    asked = program.parse_run([*WORDS, f"--output_dir={run}", "--resume_from_checkpoint"])
+    assert run_record.find_checkpoint(asked) == str(run / "checkpoint-8")
+    assert "checkpoint-8 is of an earlier version: only the sizes" in capsys.readouterr().err
+    contents.write_text(json.dumps(sizes | {"model.safetensors": 3}))
+    assert run_record.find_checkpoint(asked) == str(run / "checkpoint-6")
+
+
+class KilledError(BaseException):
+    """In place of SIGKILL: nothing in the program catches it."""
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_kill_while_old_checkpoints_are_deleted_leaves_nothing_behind(half, words, tmp_path, monkeypatch):
+    """The first deletion is that of checkpoint-3, once checkpoint-8 is there: a kill in its middle, or before it."""
+    run, rmtree, delete_older = tmp_path / "run", shutil.rmtree, ResumableTrainer.delete_older
+
+    def delete_half(path, *rest, **keywords):
+        found = [x for x in (Path(path), *Path(path).glob("*")) if x.name.endswith("checkpoint-3")]
+        if found and (run / "checkpoint-8").exists():
+            (found[0] / "config.json").unlink()
+            raise KilledError
+        rmtree(path, *rest, **keywords)
+
+    def delete_nothing(trainer, keep):
+        if keep.name == "checkpoint-8":
+            raise KilledError
+        delete_older(trainer, keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete_half if half else rmtree)
+        patch.setattr(ResumableTrainer, "delete_older", delete_older if half else delete_nothing)
+        with pytest.raises(KilledError):
+            program.main([*WORDS, f"--output_dir={run}"])
+    assert checkpoints(run) == [*["checkpoint-3"][half:], "checkpoint-6", "checkpoint-8"]
+    assert all(is_whole(run / name) for name in checkpoints(run))
+    (run / ".results.json.0123abcd.part.json").write_text("{")
+    resume_and_compare(WORDS, run, words)
+    assert files_of(run) == files_of(words)
+
+
+def files_of(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_run_is_alone_in_its_folder(words, tmp_path, monkeypatch, capsys):
+    run, tried = tmp_path / "run", []
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "training_step", call_at_step(4, lambda trainer: tried.append(in_use(run))))
+        program.main([*WORDS, f"--output_dir={run}"])
+    assert tried == [True] and files_of(run) == files_of(words)
+    before = {path: path.read_bytes() for path in run.rglob("*.*") if path.is_file()}
+    with folder_lock(run):
+        for more in (["--resume_from_checkpoint"], ["--seed=1"]):
+            assert stopped([*WORDS, f"--output_dir={run}", *more]) == 2
+            owner = f"{run} is in use: process {os.getpid()} on {socket.gethostname()}, since "
+            assert owner in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*.*") if path.is_file()} == before
+
+
+def in_use(folder):
+    try:
+        with folder_lock(folder):
+            return False
+    except FolderInUseError:
+        return True
+
+
+class FakeHub:
+    """Keeps what would be uploaded: commits, each as path -> content."""
+
+    def __init__(self):
+        self.commits = {}
+
+    def create_repo(self, name, **_):
+        return SimpleNamespace(repo_id=name)
+
+    def create_commit(self, repo_id, operations, commit_message, **_):
+        files = {x.path_in_repo: x.path_or_fileobj for x in operations}
+        contents = {name: x if isinstance(x, bytes) else Path(x).read_bytes() for name, x in files.items()}
+        self.commits[commit_message] = contents
+        return SimpleNamespace(commit_url="")
+
+
+def test_only_files_that_the_run_wrote_are_uploaded(tmp_path, monkeypatch):
+    run, hub = tmp_path / "run", FakeHub()
+    run.mkdir()
+    mine = {"my_secrets.py": b"mine", "private.safetensors": b"mine", "old.safetensors.index.json": b"mine"}
+    for name, content in mine.items():
+        (run / name).write_bytes(content)
+    (run / "linked.py").symlink_to(__file__)
+    monkeypatch.setattr(program, "HfApi", lambda **_: hub)
+    program.main([*WORDS, f"--output_dir={run}", "--push_to_hub", "--hub_model_id=user/name"])
+    assert list(hub.commits) == ["Step 3", "Step 6", "Step 8", "nplr on s5_generators"]
+    for title, files in hub.commits.items():
+        assert {"model.safetensors", "config.json", "modeling_mamba3_nplr.py", "run.json"} <= set(files), title
+        assert not {*mine, "linked.py"} & set(files), title
+    assert hub.commits["nplr on s5_generators"]["results.json"] == (run / "results.json").read_bytes()
+    assert {name: (run / name).read_bytes() for name in mine} == mine
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json"])
+def test_a_file_of_the_user_is_not_overwritten(name, tmp_path, capsys):
+    (tmp_path / name).write_text("mine")
+    assert stopped([*WORDS, f"--output_dir={tmp_path}"]) == 2
+    assert f"holds {name}, which the run would overwrite" in capsys.readouterr().err
+    assert files_of(tmp_path) == [name] and (tmp_path / name).read_text() == "mine"
+
+
+def test_contents_are_checked_file_by_file(tmp_path):
+    (tmp_path / "a").write_bytes(b"12")
+    assert not is_whole(tmp_path)
+    write_contents(tmp_path, ["a"])
+    (tmp_path / "b").write_bytes(b"none of its files")
+    assert is_whole(tmp_path)
+    for content in (b"1", b"13"):
+        (tmp_path / "a").write_bytes(content)
+        assert not is_whole(tmp_path)
+    (tmp_path / "a").unlink()
+    assert not is_whole(tmp_path)
+    os.mkfifo(tmp_path / "a")  # reading would wait for ever
+    assert not is_whole(tmp_path)

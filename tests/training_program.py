@@ -58,10 +58,10 @@ def kill_while_saving(step):
     """SIGKILL when all files of the checkpoint of this step are there but for the last."""
     write_contents = resumable_trainer.write_contents
 
-    def kill(folder):
+    def kill(folder, names):
         if folder.name == f"checkpoint-{step}":
             os.kill(os.getpid(), signal.SIGKILL)
-        write_contents(folder)
+        write_contents(folder, names)
 
     resumable_trainer.write_contents = kill
 
