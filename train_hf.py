@@ -34,7 +34,8 @@ from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, evaluat
 from mamba3_nplr.datasets_scripts.evaluation import evaluate, main_metric, scalars
 from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
 from mamba3_nplr.datasets_scripts.hub_upload import PushCheckpoints, plan_run
-from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, parse_run
+from mamba3_nplr.datasets_scripts.show import NO_MATPLOTLIB, can_draw
+from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, make_folder, parse_run
 from mamba3_nplr.modeling.host_memory import keep_memory
 from mamba3_nplr.modeling.hub_errors import clear_errors
 from mamba3_nplr.modeling.resumable_trainer import (
@@ -222,8 +223,21 @@ def announce(run: TrainingRun, model, checkpoint: str | None) -> None:
         print(f"Goes on from {checkpoint}", flush=True)
 
 
+def prepare(*runs: TrainingRun) -> None:
+    """What only the end of a run would show: whether its folder can be written, and whether there will be pictures."""
+    if runs[0].args.process_index:
+        return
+    for run in runs:
+        make_folder("output_dir", Path(run.args.output_dir))
+        if len(runs) > 1:
+            run_record.find_checkpoint(run)  # the first is trained for nothing if another cannot be
+    if not can_draw():
+        print(f"No picture will be drawn. {NO_MATPLOTLIB}", flush=True)
+
+
 def train_command(arguments: list[str]) -> None:
     run = parse_run(arguments)
+    prepare(run)
     summary = train(run)
     if run.args.process_index == 0:
         print(f"\n{comparison_table(run.task, {run.model_name: summary})}\n\nWrote {run.args.output_dir}")
@@ -242,10 +256,16 @@ def compare_command(arguments: list[str]) -> None:
     taken = {"--model", "--output_dir", "--resume_from_checkpoint"} & {word.partition("=")[0] for word in rest}
     if taken:
         raise UsageError(f"{taken.pop()} cannot be given to compare: --models and --out stand for it.")
-    summaries = {}
+    if len(set(given.models)) < len(given.models):
+        raise UsageError(f"models={' '.join(given.models)} is not allowed: each can be given once.")
+    runs, summaries = {}, {}
+    # All of them before the first is trained: the last may be the one with a mistake.
     for model in given.models:
         named = ["--model", model, "--output_dir", str(given.out / model), "--resume_from_checkpoint"]
-        run = parse_run([*rest, *named])
+        runs[model] = parse_run([*rest, *named])
+    make_folder("out", given.out)
+    prepare(*runs.values())
+    for model, run in runs.items():
         try:
             summaries[model] = train(run)
         except NotFiniteError as error:
@@ -295,6 +315,12 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(exit_with(f"train_hf.py: {error}", 1))
     except StoppedError as stopped:
         sys.exit(exit_with(str(stopped), stopped.code))
+    except OSError as error:
+        # Those of the operating system have a number; any other is a mistake of this program.
+        if error.errno is None:
+            raise
+        advice = "Once that is mended, give the same command again; a run goes on with --resume_from_checkpoint."
+        sys.exit(exit_with(f"train_hf.py: {error}. {advice}", 1))
     finally:
         if torch.distributed.is_initialized():
             # Its threads may else outlive what they use, and abort the process.

@@ -10,7 +10,6 @@ they were written are built again.
 import argparse
 import errno
 import hashlib
-import importlib.util
 import io
 import itertools
 import json
@@ -23,12 +22,12 @@ import pyarrow.parquet as pq
 from datasets import DatasetInfo, SplitDict, SplitInfo
 from tqdm.auto import tqdm
 
-from ..configuration.atomic_files import is_part, remove_parts, write_atomically
+from ..configuration.atomic_files import is_part, write_atomically
 from ..configuration.checksums import checksum
 from ..configuration.folder_lock import LOCK, FolderInUseError, folder_lock
 from .card import dataset_card
 from .columns import task_features, to_table
-from .show import NO_MATPLOTLIB, draw
+from .show import NO_MATPLOTLIB, can_draw, draw
 from .task import Task, check_at_least
 from .tasks import TASKS, make_task
 
@@ -56,11 +55,10 @@ def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) 
 def write_folder(out: Path, tasks: dict[str, Task], settings: dict) -> None:
     splits = {name: {"train": settings["train_size"]} | task.splits for name, task in tasks.items()}
     plans = {name: plan(name, task, splits[name]) for name, task in tasks.items()}
-    for folder in (out, *(out / name for name in tasks)):
-        folder.mkdir(exist_ok=True)
-        remove_parts(folder)
     files = CertifiedFiles(out, [SETTINGS, PICTURE, *(str(path) for one in plans.values() for path, *_ in one)])
-    files.keep_or_write(SETTINGS, lambda: json.dumps(settings, indent=2).encode())
+    claim(out, settings, files)
+    for name in tasks:
+        (out / name).mkdir(exist_ok=True)
     rows = sum(stop - start for one in plans.values() for *_, start, stop in one)
     with tqdm(total=rows, unit=" rows", unit_scale=True) as bar:
         for path, task, split, start, stop in itertools.chain(*plans.values()):
@@ -93,10 +91,13 @@ class CertifiedFiles:
             reason = "has been changed" if name in self.recorded else "has no checksum from when it was written"
             tqdm.write(f"{path} {reason}: it is built again.")
         content = make()
+        self.record(name, content)
+        write_atomically(path, lambda part: part.write_bytes(content))
+
+    def record(self, name: str, content: bytes) -> None:
         self.recorded[name] = hashlib.sha256(content).hexdigest()
         text = json.dumps(self.recorded, indent=2, sort_keys=True)
         write_atomically(self.out / CHECKSUMS, lambda part: part.write_text(text, encoding="utf-8"))
-        write_atomically(path, lambda part: part.write_bytes(content))
 
 
 def read_checksums(out: Path) -> dict[str, str]:
@@ -111,11 +112,6 @@ def read_checksums(out: Path) -> dict[str, str]:
         tqdm.write(f"{path} cannot be read: all files are built again.")
         return {}
     return recorded
-
-
-def can_draw() -> bool:
-    """Whether there is matplotlib, an extra: without it the card has no picture."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def versions() -> str:
@@ -135,6 +131,15 @@ def check_claim(out: Path, settings: dict) -> None:
         return
     if out.exists() and (not out.is_dir() or any(x.name != LOCK and not is_part(x) for x in out.iterdir())):
         raise ValueError(f"{out} is not empty and holds no build. Give another folder, so that nothing gets mixed up.")
+
+
+def claim(out: Path, settings: dict, files: CertifiedFiles) -> None:
+    """Writes the settings, before all else: they make the folder one of this build."""
+    content = json.dumps(settings, indent=2).encode()
+    if not (out / SETTINGS).exists():
+        write_atomically(out / SETTINGS, lambda part: part.write_bytes(content))
+        files.record(SETTINGS, content)
+    files.keep_or_write(SETTINGS, lambda: content)
 
 
 def read_settings(path: Path) -> dict:

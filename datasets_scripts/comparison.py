@@ -109,6 +109,8 @@ def describe_axes(axes, task: Task) -> None:
 
 def task_of(summaries: dict[str, dict]) -> Task:
     """The task that all of these runs were tested on, by the command of one of them."""
+    if not isinstance(summaries, dict) or not all(isinstance(summary, dict) for summary in summaries.values()):
+        raise ValueError("The file does not hold what train_hf.py compare writes.")
     for summary in summaries.values():
         if "command" in summary:
             return resolve(shlex.split(summary["command"])[2:])[2]

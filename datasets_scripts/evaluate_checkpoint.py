@@ -20,9 +20,9 @@ from ..modeling.auto import AutoModelForBehaviorCloning
 from ..modeling.hub_errors import clear_errors
 from . import run_record
 from .evaluation import evaluate, main_metric
-from .task import Task
+from .task import Task, check_at_least
 from .tasks import make_task
-from .training_run import UsageError, build, head_of, part, split_overrides
+from .training_run import UsageError, build, head_of, make_folder, part, split_overrides
 
 
 def auto_class(task: Task) -> type:
@@ -54,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
 def evaluate_command(arguments: list[str]) -> None:
     overrides, arguments = split_overrides(arguments)
     given = make_parser().parse_args(arguments)
+    check_options(given)
     check_checkpoint(given.checkpoint)
     trained_on, recorded = recorded_task(given.checkpoint)
     name, changed = given.task or trained_on, part(overrides, "task")
@@ -74,6 +75,21 @@ def evaluate_command(arguments: list[str]) -> None:
     if given.out:
         summary = {"checkpoint": given.checkpoint, "task": name, "metric": metric, "results": results}
         run_record.write_json(given.out, summary | {"environment": run_record.environment()})
+
+
+def check_options(given: argparse.Namespace) -> None:
+    """Refuses what would otherwise show in the middle of the work, or after it."""
+    for name in ("batch_size", "piece_length"):
+        build(check_at_least, name, getattr(given, name), 1)
+    try:
+        torch.zeros(1, device=given.device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"device={given.device!r} cannot be used here: {reason}") from error
+    if given.out:
+        make_folder("out", given.out.parent)
+        if given.out.is_dir():
+            raise UsageError(f"out={str(given.out)!r} is not allowed: it is a folder, and must be a file.")
 
 
 def check_checkpoint(checkpoint: str) -> None:
@@ -116,8 +132,11 @@ def recorded_task(checkpoint: str) -> tuple[str | None, dict]:
     path = find_file(checkpoint, run_record.RUN)
     if path is None:
         return None, {}
-    arguments = json.loads(Path(path).read_text(encoding="utf-8"))["arguments"]
-    return arguments["task"], part(arguments, "task")
+    try:
+        arguments = json.loads(Path(path).read_text(encoding="utf-8"))["arguments"]
+        return arguments["task"], part(arguments, "task")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path} holds no record of a run ({error!r}): give --task.") from error
 
 
 def load_model(checkpoint: str, task: Task, refusal: str, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .counter_random import CounterRandom, split_rows
-from .task import Task, check_at_least, check_choice
+from .task import Task, check_at_least, check_choice, check_flag, check_sizes
 
 SLOTS = np.array([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=np.float32)
 CUPS = len(SLOTS)
@@ -65,12 +65,16 @@ class ShellGame(Task):
             raise ValueError(
                 f"max_swaps={self.max_swaps} is not allowed: windows={self.windows} hold at most that many."
             )
-        if self.start_swaps is not None and not 0 <= self.start_swaps <= self.max_swaps:
-            raise ValueError(
-                f"start_swaps={self.start_swaps} is not allowed: it must be 0 to max_swaps={self.max_swaps}."
-            )
-        for windows in self.test_windows or ():
-            check_at_least("test_windows", windows, 0)
+        if self.start_swaps is not None:
+            check_at_least("start_swaps", self.start_swaps, 0)
+            if self.start_swaps > self.max_swaps:
+                raise ValueError(
+                    f"start_swaps={self.start_swaps} is not allowed: it must be 0 to max_swaps={self.max_swaps}."
+                )
+        for name in ("jitter", "packed"):
+            check_flag(name, getattr(self, name))
+        if self.test_windows is not None:
+            check_sizes("test_windows", self.test_windows, 0)
 
     @property
     def model_fields(self) -> dict:

@@ -5,6 +5,7 @@ Draws an episode or a word of a task, or prints it.
 """
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -38,6 +39,11 @@ def draw(task: Task, split: str, index: int, out: Path | BinaryIO) -> None:
     draw_word(axes, task, row) if isinstance(task, GroupWords) else draw_episode(axes, row)
     kind = None if isinstance(out, Path) else "png"
     figure.savefig(out, format=kind, dpi=120, metadata={"Software": None})
+
+
+def can_draw() -> bool:
+    """Whether there is matplotlib, an extra."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def figure_class():

@@ -26,10 +26,9 @@ class Task(ABC):
     def __post_init__(self):
         check_at_least("batch_size", self.batch_size, 1)
         check_at_least("total_steps", self.total_steps, 1)
-        if not 0 < self.curriculum_part <= 1:
-            raise ValueError(
-                f"curriculum_part={self.curriculum_part} is not allowed: it must be above 0 and at most 1."
-            )
+        part = self.curriculum_part
+        if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
+            raise ValueError(f"curriculum_part={part!r} is not allowed: it must be above 0 and at most 1.")
 
     def progress(self, step: int) -> float:
         """How far the curriculum has come, from 0 to 1."""
@@ -91,6 +90,19 @@ class Task(ABC):
 def check_at_least(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} is not allowed: it must be a whole number of at least {least}.")
+
+
+def check_sizes(name: str, sizes: tuple[int, ...], least: int) -> None:
+    """Of test sets: at least one, since a run is known by what it reaches there, and none twice."""
+    if not isinstance(sizes, tuple | list) or not sizes or len(set(map(repr, sizes))) < len(sizes):
+        raise ValueError(f"{name}={sizes!r} is not allowed: it must be a list of one or more different whole numbers.")
+    for size in sizes:
+        check_at_least(name, size, least)
+
+
+def check_flag(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is not allowed: it must be true or false.")
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import os
+import tempfile
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import torch
 import yaml
-from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, Trainer, TrainingArguments, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..configuration.presets import HEADS, MODELS, PRESETS
+from .evaluation import scalars
+from .run_limits import check_numbers
 from .task import Task
 from .tasks import TASKS, make_task
 
@@ -149,13 +152,15 @@ def parse_run(arguments: list[str]) -> TrainingRun:
     settle_reports(values)
     names = [f"--{name}={own[name]}" for name in ("task", "model", "preset")]
     named = resolve([*names, f"--seed={values['seed']}"])[-1]
+    args = make_training_arguments(values)
+    check_best_metric(args, task)
     return TrainingRun(
         task_name=own["task"],
         model_name=own["model"],
         preset=own["preset"],
         task=task,
         config=build(AutoConfig.for_model, MODELS[own["model"]].model_type, **task.model_names | fields),
-        args=make_training_arguments(values),
+        args=args,
         arguments=resolved,
         changed={x: y for x, y in resolved.items() if named.get(x) != y and not x.startswith(MAY_CHANGE)},
     )
@@ -167,6 +172,7 @@ def resolve(arguments: list[str]) -> tuple[dict, dict, Task, dict, dict]:
     in_file, from_file = read_file(find_config(arguments))
     overrides = in_file | overrides
     own, values, defaults = parse_fields(from_file + arguments)
+    build(check_numbers, values)
     model, given = MODELS[own["model"]], part(overrides, "task")
     settings = PRESETS[own["preset"]].task
     if own["preset"] == "paper":
@@ -304,10 +310,11 @@ def read_file(path: str | None) -> tuple[dict, list[str]]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"config={path!r} cannot be read as YAML or JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"config={path!r} is not allowed: the file must hold names and values.")
+    fields = content.get("arguments", content) if isinstance(content, dict) else content
+    if not isinstance(fields, dict):
+        raise UsageError(f"config={path!r} is not allowed: the file, or `arguments` in it, must hold names and values.")
     overrides, arguments = {}, []
-    for name, value in content.get("arguments", content).items():
+    for name, value in fields.items():
         if str(name).startswith(("model.", "task.")):
             # In YAML 1e-3 is a text.
             overrides[name] = read_value(value) if isinstance(value, str) else value
@@ -327,7 +334,7 @@ def build(function, *arguments, **fields):
     """Calls a constructor whose errors are about what the user gave."""
     try:
         return function(*arguments, **fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         raise UsageError(str(error)) from error
     except Exception as error:
         # Strict configurations raise errors of their own, which wrap ours.
@@ -415,7 +422,47 @@ def make_training_arguments(values: dict) -> TrainingArguments:
     # Several GPUs are used by several processes; without a launcher Trainer would split batches over threads.
     if args.n_gpu > 1:
         args._n_gpu = 1
+    check_optimizer(args)
     return args
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Makes sure that the optimizer is installed, and that the schedule has all that it needs."""
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ValueError, TypeError, ImportError) as error:
+        raise UsageError(
+            f"optim={args.optim.value} with optim_args={args.optim_args} cannot be used: {error}"
+        ) from error
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    try:
+        warmup, options = args.get_warmup_steps(args.max_steps), dict(args.lr_scheduler_kwargs or {})
+        get_scheduler(args.lr_scheduler_type, optimizer, warmup, args.max_steps, scheduler_specific_kwargs=options)
+    except (ValueError, TypeError) as error:
+        given = f"lr_scheduler_type={args.lr_scheduler_type.value} with lr_scheduler_kwargs={args.lr_scheduler_kwargs}"
+        raise UsageError(f"{given} is not allowed: {error}") from error
+
+
+def check_best_metric(args: TrainingArguments, task: Task) -> None:
+    """Trainer would look for it after the first evaluation, and for a loss if none is named."""
+    if args.metric_for_best_model is None:
+        return
+    rows = task.rows("validation", 0, 1)
+    measured = list(scalars(task.metrics(rows["labels"], rows)))
+    if args.metric_for_best_model.removeprefix("eval_") not in measured:
+        raise UsageError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is not allowed: measured are {', '.join(measured)}."
+        )
+
+
+def make_folder(name: str, folder: Path) -> None:
+    """Makes the folder of the argument `name`, and makes sure that files can be written there, before all work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise UsageError(f"{name}={str(folder)!r} cannot be written: {error}.") from error
 
 
 def updates_between(values: dict) -> dict:

@@ -7,7 +7,7 @@ import numpy as np
 
 from .counter_random import CounterRandom, split_rows
 from .groups import Group, make_group
-from .task import Task, check_at_least, check_choice
+from .task import Task, check_at_least, check_choice, check_sizes
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ class GroupWords(Task):
 
     def __post_init__(self):
         super().__post_init__()
+        if not isinstance(self.group, str):
+            raise ValueError(f"group={self.group!r} is not allowed: it must be a name like s5.")
         check_choice("inputs", self.inputs, ("elements", "generators"))
         for name in ("length", "test_size"):
             check_at_least(name, getattr(self, name), 1)
         if self.start_length is not None:
             check_at_least("start_length", self.start_length, 1)
             check_at_least("length", self.length, self.start_length)
-        for length in self.test_lengths or ():
-            check_at_least("test_lengths", length, 1)
+        if self.test_lengths is not None:
+            check_sizes("test_lengths", self.test_lengths, 1)
         if len(self.letters) == 0:
             raise ValueError(f"group={self.group!r} has no generators; inputs must be 'elements'.")
 

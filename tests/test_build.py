@@ -300,6 +300,27 @@ def test_two_builds_at_once_one_killed_and_the_folder_ends_whole(words, tmp_path
     assert not changed_files(out, json.loads((out / "checksums.json").read_text()))
 
 
+def test_a_build_stopped_before_any_of_its_files_ends_the_same(words, tmp_path, monkeypatch, capsys):
+    write = building.write_atomically
+    # Settings, their checksum, that of the first file, the file itself; the last file and the card.
+    for stop_at in (1, 2, 3, 4, 18, 19):
+        out, calls = tmp_path / str(stop_at), []
+
+        def stop(path, write_part, calls=calls, stop_at=stop_at):
+            calls.append(path)
+            if len(calls) == stop_at:
+                raise InterruptedError
+            write(path, write_part)
+
+        with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+            patch.setattr(building, "write_atomically", stop)
+            building.build(out, train_size=5, names=["z5"])
+        building.build(out, train_size=5, names=["z5"])
+        for path in words.rglob("*.*"):
+            assert (out / path.relative_to(words)).read_bytes() == path.read_bytes()
+    assert capsys.readouterr().out.count("built again") == 1  # the settings, without their checksum
+
+
 def test_a_build_killed_in_its_first_moment_goes_on(words):
     for path in words.rglob("*.*"):
         path.unlink()

@@ -58,7 +58,9 @@ def test_models_are_told_apart(drawn, tmp_path):
 
 def test_what_cannot_be_drawn_is_named(tmp_path, capsys):
     (tmp_path / "failed.json").write_text('{"nplr": {"failed": "not finite"}}')
-    for name, message in (("nosuch.json", "nosuch.json"), ("failed.json", "None of the runs has finished")):
+    (tmp_path / "list.json").write_text("[3]")
+    wrong = {"nosuch.json": "nosuch.json", "failed.json": "None of the runs has finished", "list.json": "does not hold"}
+    for name, message in wrong.items():
         with pytest.raises(SystemExit):
             comparison.main([str(tmp_path / name), str(tmp_path / "picture.png")])
         assert message in capsys.readouterr().err

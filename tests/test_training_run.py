@@ -1,13 +1,23 @@
 """The command line of training: names, presets, files and fields make one run, and mistakes are named."""
 
 import json
+from pathlib import Path
 
 import pytest
 from mamba3_nplr.configuration.presets import MODELS, PRESETS
 from mamba3_nplr.datasets_scripts import training_run
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
+from mamba3_nplr.datasets_scripts.run_limits import LIMITS
 from mamba3_nplr.datasets_scripts.tasks import TASKS
-from mamba3_nplr.datasets_scripts.training_run import LAST, OFTEN_USED, UsageError, help_text, parse_run
+from mamba3_nplr.datasets_scripts.training_run import (
+    LAST,
+    OFTEN_USED,
+    UsageError,
+    help_text,
+    make_folder,
+    make_parser,
+    parse_run,
+)
 from transformers import TrainingArguments
 
 PARAMETERS = {"mamba3": 57_408, "mamba3_2": 112_640, "mamba3_4": 223_104, "nplr": 74_832}
@@ -119,6 +129,114 @@ def test_mistakes_are_named(argument, message):
     with pytest.raises(UsageError) as error:
         parse_run([argument])
     assert message in str(error.value)
+
+
+# Numbers that mean something to others: launchers, and fields that are refused or compared with what was started.
+WITHOUT_LIMITS = {"local_rank", "num_processes", "num_train_epochs", "label_smoothing_factor"}
+NUMBERS = {action.dest: action.type for action in make_parser()._actions if action.type in (int, float)}
+
+
+def test_every_number_has_limits():
+    assert set(NUMBERS) == set(LIMITS) | WITHOUT_LIMITS
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_numbers_that_no_run_can_have_are_refused_by_name(name):
+    for value in ["-1", "-7"] + ["nan", "-inf"] * (NUMBERS[name] is float):
+        with pytest.raises(UsageError, match=rf"^{name}=\S+ is not allowed: it must be "):
+            parse_run([f"--{name}={value}"])
+
+
+TOO_MUCH = ["seed=4294967296", "data_seed=4294967296", "max_steps=2147483648", "adam_beta1=1", "adam_beta2=1.5"]
+TOO_MUCH += [f"{name}=inf" for name in NUMBERS if NUMBERS[name] is float and name not in WITHOUT_LIMITS]
+TOO_MUCH.remove("max_grad_norm=inf")
+FROM_1 = ["gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size", "max_steps"]
+FROM_1 += ["logging_steps", "save_steps", "eval_steps", "ddp_timeout", "dataloader_prefetch_factor"]
+
+
+@pytest.mark.parametrize("given", [*TOO_MUCH, *(f"{name}=0" for name in FROM_1)])
+def test_numbers_out_of_bounds_are_refused_by_name(given):
+    with pytest.raises(UsageError, match=f"^{given.partition('=')[0]}=.* is not allowed: it must be "):
+        parse_run([f"--{given}"])
+
+
+def test_numbers_at_their_bounds_are_taken():
+    at_0 = [
+        "learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "adam_beta1",
+        "adam_epsilon",
+        "max_grad_norm",
+        "eval_delay",
+    ]
+    at_0 += ["save_total_limit", "seed", "data_seed", "dataloader_num_workers"]
+    args = parse_run([f"--{name}=0" for name in at_0] + ["--max_steps=1", "--save_steps=1e-9"]).args
+    assert all(getattr(args, name) == 0 for name in at_0) and args.max_steps == args.save_steps == 1
+    assert parse_run(["--max_grad_norm=inf", "--seed=4294967295"]).args.max_grad_norm == float("inf")
+
+
+# What a run would need only later, some of it when all training is done.
+NEEDED_LATER = {
+    "--task.test_lengths=[]": "test_lengths=() is not allowed",
+    "--task.test_lengths=[16,16]": "test_lengths=(16, 16) is not allowed: it must be a list of one or more different",
+    "--task.test_lengths=[16,0]": "test_lengths=0 is not allowed",
+    "--task.test_lengths=[-4]": "test_lengths=-4 is not allowed",
+    "--task.test_lengths=[16,2.5]": "test_lengths=2.5 is not allowed",
+    "--task.test_lengths=[true]": "test_lengths=True is not allowed",
+    "--task.test_lengths=[[4]]": "test_lengths=[4] is not allowed",
+    "--task.test_lengths=16": "test_lengths=16 is not allowed",
+    "--task.test_lengths=16,32": "test_lengths='16,32' is not allowed",
+    "--task.test_size=0": "test_size=0 is not allowed",
+    "--task.test_size=1.5": "test_size=1.5 is not allowed",
+    "--task.group=3": "group=3 is not allowed",
+    "--task.curriculum_part=all": "curriculum_part='all' is not allowed",
+    "--task=shell --task.test_windows=[]": "test_windows=() is not allowed",
+    "--task=shell --task.test_windows=[4,4]": "test_windows=(4, 4) is not allowed",
+    "--task=shell --task.test_windows=[-1]": "test_windows=-1 is not allowed",
+    "--task=shell --task.test_windows=[1.0]": "test_windows=1.0 is not allowed",
+    "--task=shell --task.test_size=0": "test_size=0 is not allowed",
+    "--task=shell --task.start_swaps=0.5": "start_swaps=0.5 is not allowed",
+    "--task=shell --task.packed=3": "packed=3 is not allowed",
+    "--metric_for_best_model=loss": "metric_for_best_model='loss' is not allowed: measured are accuracy, final",
+    "--task=shell --metric_for_best_model=accuracy": "measured are success",
+    "--load_best_model_at_end --save_steps=0.1": "metric_for_best_model='loss' is not allowed",
+    "--lr_scheduler_type=warmup_stable_decay": "lr_scheduler_type=warmup_stable_decay with lr_scheduler_kwargs=None",
+    '--lr_scheduler_kwargs={"typo":1}': "lr_scheduler_kwargs={'typo': 1} is not allowed",
+    "--optim=lomo": "optim=lomo with optim_args=None cannot be used",
+    "--optim_args=foo": "optim_args=foo cannot be used",
+    "--accelerator_config=/nowhere.json": "/nowhere.json",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), NEEDED_LATER.items())
+def test_what_a_run_needs_later_is_checked_at_its_start(arguments, message):
+    with pytest.raises(UsageError) as error:
+        parse_run(arguments.split())
+    assert message in str(error.value)
+
+
+def test_what_a_run_measures_can_choose_its_best_model():
+    for task, metric in (("s5_generators", "final_accuracy"), ("shell_jitter", "eval_success")):
+        arguments = [f"--task={task}", f"--metric_for_best_model={metric}", "--load_best_model_at_end"]
+        assert parse_run([*arguments, "--save_steps=0.1"]).args.load_best_model_at_end
+
+
+@pytest.mark.parametrize("content", ["arguments: 3", "arguments: [1, 2]", "arguments:", "- task", "3", "", '"text"'])
+def test_a_configuration_file_without_fields_is_refused(content, tmp_path):
+    (tmp_path / "run.yaml").write_text(content)
+    for read in (parse_run, help_text):
+        with pytest.raises(UsageError, match="run.yaml.*must hold names and values"):
+            read([f"--config={tmp_path / 'run.yaml'}"])
+
+
+def test_a_folder_is_made_and_tried(tmp_path):
+    make_folder("output_dir", tmp_path / "a" / "b")
+    assert list((tmp_path / "a").rglob("*")) == [tmp_path / "a" / "b"]
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "a", Path("/proc/a")):
+        with pytest.raises(UsageError, match=f"^output_dir='{folder}' cannot be written: "):
+            make_folder("output_dir", folder)
 
 
 def test_a_field_of_the_wrong_type_is_named(capsys):

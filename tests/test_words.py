@@ -174,6 +174,8 @@ def test_metrics():
         ({"inputs": "letters"}, "inputs='letters' is not allowed.*elements, generators"),
         ({"start_length": 65}, "length=64 is not allowed.*at least 65"),
         ({"test_lengths": (64, 0)}, "test_lengths=0"),
+        ({"test_lengths": ()}, r"test_lengths=\(\) is not allowed.*one or more"),
+        ({"test_lengths": (64, 64)}, r"test_lengths=\(64, 64\) is not allowed.*different"),
         ({"group": "a2", "inputs": "generators"}, "no generators"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"curriculum_part": 0.0}, "curriculum_part=0.0"),
