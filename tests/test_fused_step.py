@@ -146,6 +146,15 @@ def test_what_happens_around_a_module_happens(name, change, block, taken):
     assert taken == ["mixer", "mixer"] * inside
 
 
+@pytest.mark.parametrize("change", CALLS)
+@pytest.mark.parametrize("block_norm", ["rms_norm", "none"])
+def test_what_happens_around_other_norms_happens(block_norm, change, taken):
+    block = build(Mamba3NPLRModel, block_norm=block_norm).layers[0]
+    change(block.mixer_norm)
+    assert_same(block)
+    assert taken == ["mixer", "mixer"]
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_what_happens_around_a_class_of_modules_happens(name, block, taken, monkeypatch):
     kind = type(block.get_submodule(name))
