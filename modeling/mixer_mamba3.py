@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .mixer_cpu import BlockFrame, MixerMatrices, MixerWeights
-from .scan import scan, scan_vector_dtype, select_backend
+from .mixer_inputs import check_mixer_inputs
+from .scan import choose_backend, scan, scan_vector_dtype, select_backend
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows, token_order
 
@@ -102,8 +103,9 @@ class Mamba3Mixer(nn.Module):
         """
         if self.may_step(hidden_states, mask, cu_seqlens):
             return self.step(hidden_states, state, BlockFrame())
-        state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
-        backend = select_backend(self.config.scan_backend, hidden_states.device)
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
+        state = self.initial_state(hidden_states, cu_seqlens) if state is None else Mamba3State(*state)
+        backend = choose_backend(self.config.scan_backend, hidden_states.device)
         projected, k, beta = self.in_proj(hidden_states), None, None
         if self.k_proj is not None:
             k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
