@@ -16,7 +16,7 @@ from .cpu_operator import (
     contiguous,
     refuse_second_derivative,
 )
-from .operator_arguments import Argument, OperatorArguments
+from .operator_arguments import Argument, OperatorArguments, check_devices
 from .scan_cpu import kept_slots
 from .sequence_rows import TokenOrder
 
@@ -196,6 +196,8 @@ def make_outputs(
     order,
     *options,
 ):
+    check_devices(projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    check_devices(projected, h0, B0, u0, phase0, bounds, order)
     batch, length, _ = projected.shape
     rows, heads, n, channels = h0.shape
     slots = kept_slots(rows, batch * length)
@@ -258,6 +260,7 @@ def mixer_backward_operator(
 
 @mixer_backward_operator.register_fake
 def make_gradients(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs):
+    check_devices(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs)
     return [x.new_empty(x.shape) for x in inputs[: len(NAMES)] if x is not None]
 
 

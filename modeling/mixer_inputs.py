@@ -29,8 +29,9 @@ def check_state(state: tuple, shapes: tuple, device: torch.device) -> None:
     if not isinstance(state, tuple) or len(state) != len(shapes):
         raise ValueError(f"state is {describe(state)}; it must be a {type(shapes).__name__}{shapes._fields}.")
     for name, part, shape in zip(shapes._fields, state, shapes, strict=True):
-        if not torch.is_tensor(part) or not part.is_floating_point() or part.device != device:
-            raise ValueError(f"state.{name} is {describe(part)}; it must be a floating tensor on {device}.")
+        usable = torch.is_tensor(part) and part.is_floating_point() and part.layout == torch.strided
+        if not usable or part.device != device:
+            raise ValueError(f"state.{name} is {describe(part)}; it must be a dense floating tensor on {device}.")
         if tuple(part.shape) != tuple(shape):
             raise ValueError(
                 f"state.{name} has shape {tuple(part.shape)}; this mixer and batch need {tuple(shape)}. It comes from "
@@ -40,5 +41,5 @@ def check_state(state: tuple, shapes: tuple, device: torch.device) -> None:
 
 def describe(x) -> str:
     if torch.is_tensor(x):
-        return f"a {x.dtype} tensor on {x.device}"
+        return f"a {x.layout} tensor of {x.dtype} on {x.device}"
     return f"a {type(x).__name__}" + (f" of {len(x)}" if isinstance(x, tuple) else "")

@@ -120,6 +120,13 @@ class OperatorArguments:
         raise ValueError(f"{name} {found}; for {self.operator} it must be {allowed}.")
 
 
+def check_devices(*tensors: torch.Tensor | None) -> None:
+    """For shapes alone: a single tensor of the meta device is enough for torch to ask for no more than them."""
+    devices = {str(x.device) for x in tensors if isinstance(x, torch.Tensor)}
+    if len(devices) > 1:
+        raise ValueError(f"The tensors are on {', '.join(sorted(devices))}; they must be on one device.")
+
+
 def check_shape(name: str, x: torch.Tensor, names: str, sizes: dict[str, int]) -> None:
     """
     Raises an error unless x has the shape `names` (see `Argument`). Sizes that are not in `sizes` yet are taken from x

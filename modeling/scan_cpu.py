@@ -3,7 +3,7 @@
 import torch
 
 from .cpu_operator import ELEMENTS, INTEGER, NAMESPACE, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
-from .operator_arguments import Argument, OperatorArguments, check_scan
+from .operator_arguments import Argument, OperatorArguments, check_devices, check_scan
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 
@@ -65,6 +65,7 @@ def scan_operator(
 
 @scan_operator.register_fake
 def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    check_devices(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
     kept = h0.new_empty(kept_slots(h0.shape[0], u.shape[0] * u.shape[1]), *h0.shape[1:])
     return u.new_empty(u.shape), h0.new_empty(h0.shape), kept
 
@@ -106,6 +107,7 @@ def scan_backward_operator(
 
 @scan_backward_operator.register_fake
 def make_gradients(grad_y, grad_h, kept, u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    check_devices(grad_y, grad_h, kept, u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
     before_D, after_D = (u, B, C, log_decay, write, carry, k, reflection), (h0, B0, u0)
     grad_D = [] if D is None else [D.new_empty(h0.shape[0], *D.shape)]
     before_D, after_D = ([x.new_empty(x.shape) for x in inputs if x is not None] for inputs in (before_D, after_D))

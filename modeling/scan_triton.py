@@ -8,7 +8,7 @@ import torch
 from transformers.utils import logging
 
 from .cpu_operator import NAMESPACE, contiguous, refuse_second_derivative
-from .operator_arguments import Argument, OperatorArguments, check_scan
+from .operator_arguments import Argument, OperatorArguments, check_devices, check_scan
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 from .triton_launch import (
@@ -101,6 +101,7 @@ def scan_operator(
 
 @scan_operator.register_fake
 def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    check_devices(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
     settings, (rows, heads, n, channels) = settings_of(u, B), h0.shape
     slots = slot_count(rows, *u.shape[:2], bounds is not None, settings)
     kept = u.new_empty(slots, heads, n, channels, dtype=kept_dtype(u.dtype))
@@ -155,6 +156,7 @@ def scan_backward_operator(
 
 @scan_backward_operator.register_fake
 def make_gradients(grad_y, grad_h, kept, T, *inputs):
+    check_devices(grad_y, grad_h, kept, T, *inputs)
     *inputs, _, _ = inputs  # but not bounds and order
     return [x.new_empty(x.shape) for x in inputs if x is not None]
 
