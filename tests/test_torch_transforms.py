@@ -49,7 +49,6 @@ def mixer_function(backend, family):
 @pytest.mark.parametrize("what", ["scan", "mamba3", "delta"])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_on_compiled_code_is_that_of_the_definition(name, what):
-    torch.manual_seed(0)
     results = []
     for backend in ("cpu", "reference"):
         torch.manual_seed(0)
@@ -60,7 +59,6 @@ def test_a_transform_on_compiled_code_is_that_of_the_definition(name, what):
 
 
 def test_weights_may_be_what_is_differentiated():
-    function, x = mixer_function("cpu", "mamba3")
     mixer = build(Mamba3NPLRModel, num_hidden_layers=1).layers[0].mixer
     mixer.config.scan_backend = "cpu"
     x, tangents = torch.randn(2, 5, 12, dtype=torch.float64), {"D": torch.ones_like(mixer.D)}
@@ -74,7 +72,7 @@ def test_weights_may_be_what_is_differentiated():
     assert error(found, numeric.detach()) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["jvp", "grad", "vmap"])
+@pytest.mark.parametrize("name", ["jvp", "grad"])
 def test_a_transform_inside_of_a_compiled_graph(name):
     function, x = scan_function("cpu")
     compiled = torch.compile(lambda x: TRANSFORMS[name](function, x), backend="aot_eager", fullgraph=True)
