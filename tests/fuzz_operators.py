@@ -84,13 +84,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="where to keep the libraries with sanitizers for the next time")
     parser.add_argument("--work", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work is not None:
         work(options.work, options.calls, options.seed)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        counts, faults = make_calls(options.calls, options.seed, sanitized_environment(Path(folder)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        counts, faults = make_calls(options.calls, options.seed, sanitized_environment(folder))
     ends = ("right", "refused", "FAULT")
     print(f"{'':24}{''.join(f'{end:>10}' for end in ends)}")
     for name in (*TARGETS, "all"):

@@ -25,7 +25,8 @@ def run_sanitized(main: str, sanitizer: str, folder: Path) -> None:
 def sanitized_environment(folder: Path) -> dict[str, str]:
     """Variables for a Python whose compiled code ends the process at the first wrong access or undefined step."""
     compiler, wrapper = cpu_library.compiler(), folder / "compiler"
-    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", *QUICK]
+    # Without any optimisation, since there are three libraries to compile.
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", *QUICK, "-O0"]
     wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" {" ".join(flags)}\n')
     wrapper.chmod(0o755)
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
