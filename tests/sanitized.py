@@ -29,11 +29,13 @@ def sanitized_environment(folder: Path) -> dict[str, str]:
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", *QUICK, "-O0"]
     wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" {" ".join(flags)}\n')
     wrapper.chmod(0o755)
-    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    # Python is built without sanitizers, so that theirs must come first; and exceptions, which they watch.
+    names = [f"-print-file-name={name}" for name in ("libasan.so", "libstdc++.so")]
+    first = [subprocess.run([compiler, name], capture_output=True, text=True, check=True).stdout for name in names]
     return os.environ | {
         "CXX": str(wrapper),
         "MAMBA3_NPLR_CACHE": str(folder / "cache"),
-        # Python itself is built without, so that it must come first. Memory that is refused is no fault.
-        "LD_PRELOAD": runtime.stdout.strip(),
+        "LD_PRELOAD": " ".join(first).replace("\n", ""),
+        # Python does not free all at its end, and memory that is refused is no fault.
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     }
