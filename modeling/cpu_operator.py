@@ -89,7 +89,7 @@ INTEGER, NUMBER, TENSOR = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 class CompiledFunction:
     """
     A function of the library over one struct: where the sequences lie, then `fields` in the order of the C++ source,
-    INTEGER, NUMBER or TENSOR each. What is not given is 0 or null.
+    INTEGER, NUMBER or TENSOR each. What is not given is 0 or null. It trusts all of them: see `operator_arguments`.
     """
 
     def __init__(self, name: str, fields: dict[str, type]):
@@ -108,7 +108,16 @@ class CompiledFunction:
                 raise RuntimeError(
                     f"The compiled scan for {dtype} cannot be had: {explain(error)}; {advice}."
                 ) from error
+            self.functions[dtype].errcheck = self.check_result
         return self.functions[dtype]
+
+    def check_result(self, failed: int, function, arguments: tuple) -> None:
+        """Of every call. The library returns 0, or 1 where there was not memory enough."""
+        if failed:
+            given = arguments[0]._obj
+            sizes = {"rows": given.rows, "heads": given.heads, "state": given.state, "channels": given.channels}
+            shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise MemoryError(f"{self.name} had not memory enough to work with {shown} on {given.threads} threads.")
 
     def __call__(
         self,

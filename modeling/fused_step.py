@@ -12,8 +12,9 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn.modules import module as module_hooks
+
+from .torch_transforms import is_transforming
 
 MAX_ROWS = 8  # with more, the matrix products of torch are faster
 DTYPES = (torch.float32, torch.float64)
@@ -49,8 +50,7 @@ def is_plain_torch() -> bool:
         or torch._C._get_tracing_state() is not None  # torch.jit.trace records operators
         or torch._C._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, counters of operations
         or torch._C._len_torch_function_stack()  # a default device, and modes of users
-        or torch._C._functorch.peek_interpreter_stack() is not None  # vmap and the other transforms of torch.func
-        or forward_ad._current_level >= 0  # tangents flow without gradients too
+        or is_transforming()  # vmap and the other transforms of torch.func; tangents flow without gradients too
     )
 
 

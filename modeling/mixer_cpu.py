@@ -6,8 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from .cpu_operator import INTEGER, NAMESPACE, NUMBER, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
+from .cpu_operator import (
+    ELEMENTS,
+    INTEGER,
+    NAMESPACE,
+    NUMBER,
+    TENSOR,
+    CompiledFunction,
+    contiguous,
+    refuse_second_derivative,
+)
 from .fused_step import DTYPES, PLAIN_TYPES, is_plain
+from .operator_arguments import Argument, OperatorArguments, check_devices
 from .scan_cpu import kept_slots
 from .sequence_rows import TokenOrder
 
@@ -72,6 +82,7 @@ class BlockFrame(NamedTuple):
 
 
 NAMES = ("projected", "k", "beta", *MixerWeights._fields, "h0", "B0", "u0", "phase0")
+GIVEN = (*NAMES, "bounds", "order")
 FINAL = ("h", "B", "u", "phase")
 INTEGERS = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
 GRADIENTS = ("grad_out", *(f"grad_{name}" for name in (*FINAL, *NAMES)))
@@ -91,21 +102,65 @@ step_function = CompiledFunction(
 )
 
 
-def values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon) -> dict[str, int | float]:
-    return {
-        "rows": h0.shape[0],
-        "equal_length": projected.shape[1],
-        "tokens": projected.shape[0] * projected.shape[1],
-        "width": projected.shape[2],
-        "heads": h0.shape[1],
-        "state": h0.shape[2],
-        "channels": h0.shape[3],
-        "pairs": phase0.shape[2],
-        "contractive": contractive,
-        "heavy_tail": heavy_tail,
-        "a_min": a_min,
-        "epsilon": epsilon,
-    }
+# Without a weight for B nothing is carried from token to token, and B and u of the state are empty.
+TOKENS = {"projected": Argument("batch length width", "element")}
+STATES = {
+    "h0": Argument("rows heads state channels"),
+    "B0": Argument("rows heads carried_state"),
+    "u0": Argument("rows heads carried_channels"),
+    "phase0": Argument("rows heads pairs"),
+}
+REST = {
+    "k": Argument("batch length heads*state", "element"),
+    "beta": Argument("batch length heads", "element"),
+    "dt_bias": Argument("heads"),
+    "A_bias": Argument("heads"),
+    "B_weight": Argument("state"),
+    "B_bias": Argument("heads 1 state"),
+    "C_weight": Argument("state"),
+    "C_bias": Argument("heads 1 state"),
+    "D": Argument("heads"),
+    "norm_weight": Argument("heads*channels"),
+}
+BACKWARD = {
+    "grad_out": Argument("batch length heads*channels", "element"),
+    "grad_h": Argument("rows heads state channels"),
+    "grad_B": Argument("rows heads carried_state"),
+    "grad_u": Argument("rows heads carried_channels"),
+    "grad_phase": Argument("rows heads pairs"),
+    "kept": Argument("slots heads state channels"),
+    "kept_phase": Argument("slots heads pairs", "float64"),
+}
+
+
+def check_mixer(operator: str, tensors: dict[str, torch.Tensor | None]) -> OperatorArguments:
+    """Checks what both operators are given; the result knows its sizes and checks what else there is."""
+    arguments = OperatorArguments(operator, tuple(ELEMENTS))
+    arguments.check(TOKENS, tensors)
+    arguments.check_sequences(tensors)
+    arguments.check({"h0": STATES["h0"]}, tensors)
+    arguments.check_together(tensors, "k", "beta")
+    arguments.check_together(tensors, "B_weight", "B_bias")
+    sizes, carries = arguments.sizes, tensors["B_weight"] is not None
+    if not carries and tensors["k"] is None:
+        arguments.refuse("k", "is None", "given where B_weight is not")
+    sizes |= {"carried_state": carries * sizes["state"], "carried_channels": carries * sizes["channels"]}
+    arguments.check(STATES, tensors)
+    arguments.check(REST, tensors)
+    heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
+    if 2 * pairs > n:
+        arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
+    least = 2 * heads * channels + 2 * n + 3 * heads + pairs
+    if width < least:
+        arguments.refuse("projected", f"has {width} columns", f"of {least} or more, by the shape of the state")
+    return arguments
+
+
+def values(arguments: OperatorArguments, *options: bool | float) -> dict[str, int | float]:
+    names = ("rows", "width", "heads", "state", "channels", "pairs")
+    sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
+    sizes["tokens"] = arguments.sizes["batch"] * arguments.sizes["length"]
+    return sizes | dict(zip(("contractive", "heavy_tail", "a_min", "epsilon"), options, strict=True))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::mixer_cpu", mutates_args=(), device_types="cpu")
@@ -134,13 +189,13 @@ def mixer_operator(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
     inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
-    inputs = (*inputs, h0, B0, u0, phase0)
-    outputs = make_outputs(*inputs, bounds, order, contractive, heavy_tail, a_min, epsilon)
+    inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
+    arguments = check_mixer("mixer_cpu", dict(zip(GIVEN, inputs, strict=True)))
+    outputs = make_outputs(*inputs)
     if order is not None:
         outputs[0].zero_()  # padding, which the compiled code never sees, reads as 0
-    tensors = contiguous(NAMES, inputs) | dict(zip(("out", *FINAL, "kept", "kept_phase"), outputs, strict=True))
-    options = values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon)
-    forward_function(projected.dtype, options, tensors | {"bounds": bounds, "order": order})
+    tensors = contiguous(GIVEN, inputs) | dict(zip(("out", *FINAL, "kept", "kept_phase"), outputs, strict=True))
+    forward_function(projected.dtype, values(arguments, contractive, heavy_tail, a_min, epsilon), tensors)
     return outputs
 
 
@@ -165,6 +220,8 @@ def make_outputs(
     order,
     *options,
 ):
+    check_devices(projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    check_devices(projected, h0, B0, u0, phase0, bounds, order)
     batch, length, _ = projected.shape
     rows, heads, n, channels = h0.shape
     slots = kept_slots(rows, batch * length)
@@ -209,23 +266,25 @@ def mixer_backward_operator(
 ) -> list[torch.Tensor]:
     """The gradients of all inputs that are there, in their order."""
     inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
-    inputs = (*inputs, h0, B0, u0, phase0)
-    given = {f"grad_{name}": x for name, x in zip(NAMES, inputs, strict=True) if x is not None}
+    inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
+    arguments = check_mixer("mixer_cpu_backward", dict(zip(GIVEN, inputs, strict=True)))
+    arguments.sizes["slots"] = kept_slots(h0.shape[0], projected.shape[0] * projected.shape[1])
+    others = (grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase)
+    arguments.check(BACKWARD, dict(zip(BACKWARD, others, strict=True)))
+    given = {f"grad_{name}": x for name, x in zip(NAMES, inputs[: len(NAMES)], strict=True) if x is not None}
     grads = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in given.items()}
     if order is not None:
         for name in ("grad_projected", "grad_k", "grad_beta"):
             if name in grads:
                 grads[name].zero_()
-    names = ("grad_out", *(f"grad_{name}" for name in FINAL), "kept", "kept_phase")
-    tensors = contiguous(NAMES, inputs)
-    tensors |= contiguous(names, (grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase))
-    options = values(projected, h0, phase0, contractive, heavy_tail, a_min, epsilon)
-    backward_function(projected.dtype, options, tensors | grads | {"bounds": bounds, "order": order})
+    tensors = contiguous(GIVEN, inputs) | contiguous(BACKWARD, others) | grads
+    backward_function(projected.dtype, values(arguments, contractive, heavy_tail, a_min, epsilon), tensors)
     return list(grads.values())
 
 
 @mixer_backward_operator.register_fake
 def make_gradients(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs):
+    check_devices(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs)
     return [x.new_empty(x.shape) for x in inputs[: len(NAMES)] if x is not None]
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .mixer_inputs import check_mixer_inputs
 from .scan import scan, scan_vector_dtype
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows
@@ -75,7 +76,8 @@ class DeltaMixer(nn.Module):
         sequence) to the state after them. Whole sequences, pieces and single steps take this same path. `mask` and
         `cu_seqlens` are those of `scan`; a padded position reads as 0.
         """
-        state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
+        state = self.initial_state(hidden_states, cu_seqlens) if state is None else DeltaState(*state)
         q, k, v, tokens = self.queries_keys_values(hidden_states, state, mask, cu_seqlens)
         beta, log_decay = self.gates(hidden_states)
         length, steps = beta.shape[1:3]
@@ -90,7 +92,7 @@ class DeltaMixer(nn.Module):
             reflection=(beta * log_decay.exp()).flatten(1, 2),
             initial_state=self.scan_state(state),
             mask=None if mask is None else mask.repeat_interleave(steps, dim=1),
-            cu_seqlens=None if cu_seqlens is None else steps * cu_seqlens,
+            cu_seqlens=None if cu_seqlens is None else steps * cu_seqlens.long(),
             chunk_size=self.config.chunk_size,
             backend=self.config.scan_backend,
         )

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .matrix_products import ScaledProduct, identity_products, running_products
+from .mixer_inputs import check_mixer_inputs
 from .sequence_rows import sequence_rows
 from .without_autocast import without_autocast
 
@@ -51,6 +52,7 @@ class IDS4Mixer(nn.Module):
         Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
         sequence) to the state after them. `mask` and `cu_seqlens` are those of `scan`.
         """
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
         skip = hidden_states + self.D(hidden_states)
         # Autocast would run the products in half precision.
         with without_autocast(hidden_states.device):

@@ -21,7 +21,8 @@ from torch import nn
 
 from .fused_step import are_bare_norms, bare_weight, is_bare, known_to_compiled_code, may_step, parameter, submodule
 from .mixer_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights
-from .scan import scan, scan_vector_dtype, select_backend
+from .mixer_inputs import check_mixer_inputs
+from .scan import choose_backend, scan, scan_vector_dtype, select_backend
 from .scan_definition import ScanState
 from .sequence_rows import sequence_rows, token_order
 
@@ -119,8 +120,9 @@ class Mamba3Mixer(nn.Module):
             stepped = self.step(hidden_states, state, BlockFrame())
             if stepped is not None:
                 return stepped
-        state = self.initial_state(hidden_states, cu_seqlens) if state is None else state
-        backend = select_backend(self.config.scan_backend, hidden_states.device)
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
+        state = self.initial_state(hidden_states, cu_seqlens) if state is None else Mamba3State(*state)
+        backend = choose_backend(self.config.scan_backend, hidden_states.device)
         projected, k, beta = self.in_proj(hidden_states), None, None
         if self.k_proj is not None:
             k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)

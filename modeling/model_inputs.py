@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers.utils import TransformersKwargs
 
-from .sequence_rows import check_cu_seqlens
+from .sequence_rows import boolean_mask, can_look_into, check_cu_seqlens
 
 # Keywords that transformers passes to any model, and that have no meaning here or are handled by its decorators.
 TOLERATED_KEYWORDS = frozenset(TransformersKwargs.__annotations__) | {
@@ -58,19 +58,20 @@ def find_sequences(
         check_cu_seqlens(cu_seqlens, batch, length)
         return Sequences(None, cu_seqlens)
     # Looking into a tensor would stall an accelerator or break a graph; on a CPU it saves the work of masking.
-    if mask is not None and mask.is_cpu and not torch.compiler.is_compiling() and bool(mask.all()):
+    if mask is not None and can_look_into(mask) and bool(mask.all()):
         mask = None
     return Sequences(mask, None)
 
 
 def trim_mask(attention_mask: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """The part of the mask that covers these tokens, as booleans."""
+    attention_mask = boolean_mask(attention_mask, "attention_mask")
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}; it must be (batch, length) = {(batch, length)}, "
             "or longer by the tokens before these."
         )
-    return attention_mask[:, attention_mask.shape[1] - length :].bool()
+    return attention_mask[:, attention_mask.shape[1] - length :]
 
 
 def check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None:
@@ -140,9 +141,12 @@ def as_numbers(name: str, values, **options) -> torch.Tensor:
     return tensor
 
 
-def can_look_into(x: torch.Tensor) -> bool:
-    """Whether values may be inspected: it would stall an accelerator, and cannot be traced into a graph."""
-    return x.is_cpu and x.numel() > 0 and not torch.compiler.is_compiling()
+def check_embeddings(inputs_embeds: torch.Tensor, size: int) -> None:
+    if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != size or not inputs_embeds.is_floating_point():
+        raise ValueError(
+            f"inputs_embeds have shape {tuple(inputs_embeds.shape)} and dtype {inputs_embeds.dtype}; they must be "
+            f"(batch, length, hidden_size={size}) of a floating dtype."
+        )
 
 
 def refuse_unknown_keywords(keywords: dict) -> None:

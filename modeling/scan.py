@@ -7,6 +7,7 @@ import torch
 
 from .cpu_operator import unavailable
 from .mixer_cpu import mixer_cpu, step_cpu
+from .operator_arguments import SCAN_TOKENS, check_shape
 from .scan_chunkwise import scan_chunkwise
 from .scan_cpu import scan_cpu
 from .scan_definition import ScanInputs, ScanState, scan_definition
@@ -15,6 +16,7 @@ from .scan_triton import fits as triton_fits
 from .scan_triton import scan_triton
 from .scan_triton import unavailable as triton_unavailable
 from .sequence_rows import TokenOrder, sequence_rows, token_order
+from .torch_transforms import is_transforming
 from .without_autocast import without_autocast
 
 
@@ -65,6 +67,15 @@ def select_backend(name: str, device: torch.device) -> Backend:
     return BACKENDS[name]
 
 
+def choose_backend(name: str, device: torch.device) -> Backend:
+    """
+    `select_backend`, but the chunkwise scan in place of compiled code where torch.func or forward-mode differentiation
+    is at work: all derivatives and batches of it are right, being those of torch's own operators.
+    """
+    found = select_backend(name, device)
+    return BACKENDS["chunkwise"] if found.run is None and is_transforming() else found
+
+
 def fastest_backend(device: torch.device) -> str:
     """Compiled code where there is any, else the chunkwise scan."""
     return next((name for name in ("cpu", "triton") if BACKENDS[name].unavailable(device) is None), "chunkwise")
@@ -77,7 +88,7 @@ def check_backend_name(name: str) -> None:
 
 def scan_vector_dtype(name: str, projected: torch.Tensor) -> torch.dtype:
     """The dtype for the vectors of a scan that are made from `projected`: its own, if the backend reads it as it is."""
-    if projected.dtype in select_backend(name, projected.device).half:
+    if projected.dtype in choose_backend(name, projected.device).half:
         return projected.dtype
     return torch.promote_types(projected.dtype, torch.float32)
 
@@ -117,7 +128,9 @@ def scan(
     """
     inputs = ScanInputs(u, B, C, log_decay, write, carry, k, reflection, D)
     check_inputs(inputs)
-    found = select_backend(backend, u.device)
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size!r} is not allowed; it must be a whole number of 1 or more.")
+    found = choose_backend(backend, u.device)
     found = found if found.fits(inputs) else BACKENDS["chunkwise"]
     # Autocast would turn the float32 matrix products below into half precision.
     with without_autocast(u.device):
@@ -163,21 +176,29 @@ def prepare_state(state: ScanState | None, inputs: ScanInputs, order: TokenOrder
     dtype = inputs.log_decay.dtype
     if state is None:
         return ScanState(*(inputs.u.new_zeros(shape, dtype=dtype) for shape in shapes))
+    if len(state) != len(shapes):
+        raise ValueError(f"initial_state has {len(state)} parts; they must be those of ScanState{ScanState._fields}.")
     for name, x, shape in zip(ScanState._fields, state, shapes, strict=True):
+        check_tensor(f"initial_state.{name}", x, inputs.u.device)
         if x.shape != shape:
             raise ValueError(f"initial_state.{name} has shape {tuple(x.shape)}; these inputs need {shape}.")
     return ScanState(*(x.to(dtype) for x in state))
 
 
 def check_inputs(inputs: ScanInputs) -> None:
-    """Raises an error that names the first coefficient whose shape does not fit those of u and B."""
-    if inputs.u.dim() != 4:
-        raise ValueError(f"u has shape {tuple(inputs.u.shape)}; it must be (batch, length, heads, channels).")
+    """Raises an error that names the first coefficient that does not fit those before it."""
     if (inputs.k is None) != (inputs.reflection is None):
         raise ValueError("k and reflection belong together; only one of them was given.")
-    step = tuple(inputs.u.shape[:3])
-    vector = (*step, inputs.B.shape[-1])
-    shapes = ScanInputs(tuple(inputs.u.shape), vector, vector, step, step, step, vector, step, step[2:])
-    for name, x, shape in zip(ScanInputs._fields, inputs, shapes, strict=True):
-        if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; with this u and B it must be {shape}.")
+    sizes = {}
+    for name, x in inputs._asdict().items():
+        if x is not None:
+            check_tensor(name, x, inputs.u.device)
+            check_shape(name, x, SCAN_TOKENS[name].shape, sizes)
+
+
+def check_tensor(name: str, x: torch.Tensor, device: torch.device) -> None:
+    if not x.is_floating_point() or x.layout != torch.strided or x.device != device:
+        raise ValueError(
+            f"{name} has dtype {x.dtype} and layout {x.layout} on {x.device}; it must have a floating dtype and the "
+            f"layout torch.strided on {device}."
+        )

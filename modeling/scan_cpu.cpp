@@ -25,7 +25,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
+#include <exception>
+#include <functional>
+#include <new>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -682,28 +684,41 @@ void store_state(const T* from, int64_t n, int64_t p, const Segment<T, N, P>& s,
 using Pool = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 Pool pool = nullptr;
 
+// Runs a function that does not throw on some threads, this one among them.
+template <typename Function>
+void run_on_threads(Function& function, int64_t threads) {
+    if (threads <= 1) return function();
+    if (pool) return pool([](void* data) { (*static_cast<Function*>(data))(); }, &function, unsigned(threads), 0);
+    std::vector<std::thread> others;
+    others.reserve(threads);
+    for (int64_t i = 1; i < threads; ++i) {
+        try {
+            others.emplace_back(std::ref(function));
+        } catch (const std::exception&) {
+            break;  // the system gives no more threads, or no memory for them; those there are do the work
+        }
+    }
+    function();
+    for (auto& thread : others) thread.join();
+}
+
 // Calls worker(i) for every i below count; each thread makes a worker of its own. To start a thread takes as long as
-// some 10^5 multiplications.
+// some 10^5 multiplications. Throws std::bad_alloc, once all threads are done, if one of them had not memory enough: an
+// exception that left a thread would end the process.
 template <typename Make>
 void in_parallel(int64_t count, int64_t threads, int64_t multiplications, const Make& make_worker) {
     std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
     auto take = [&] {
-        auto worker = make_worker();
-        for (int64_t i; (i = next.fetch_add(1)) < count;) worker(i);
-    };
-    threads = std::min({threads, count, 1 + multiplications / (1 << 17)});
-    if (threads <= 1) return take();
-    if (pool) return pool([](void* data) { (*static_cast<decltype(take)*>(data))(); }, &take, unsigned(threads), 0);
-    std::vector<std::thread> others;
-    for (int64_t i = 1; i < threads; ++i) {
         try {
-            others.emplace_back(take);
-        } catch (const std::system_error&) {
-            break;  // the system gives no more threads; those there are do the work
+            auto worker = make_worker();
+            for (int64_t i; !failed && (i = next.fetch_add(1)) < count;) worker(i);
+        } catch (const std::exception&) {
+            failed = true;
         }
-    }
-    take();
-    for (auto& thread : others) thread.join();
+    };
+    run_on_threads(take, std::min({threads, count, 1 + multiplications / (1 << 17)}));
+    if (failed) throw std::bad_alloc();
 }
 
 }  // namespace
@@ -1682,13 +1697,34 @@ void step(const MixerStep<T>& a) {
 using Element = ELEMENT;
 using Inside = std::conditional_t<std::is_same_v<Element, BFloat16>, float, Element>;
 
+// What the functions return: 0, or 1 if there was not memory enough, which is all that can go wrong in them.
+template <typename Function>
+static int failed(const Function& function) {
+    try {
+        function();
+        return 0;
+    } catch (const std::exception&) {
+        return 1;
+    }
+}
+
 extern "C" {
-void scan_forward(const Scan<Element, Inside>* scan) { run(*scan, true); }
-void scan_backward(const Scan<Element, Inside>* scan) { run(*scan, false); }
-void mixer_forward(const Mixer<Element, Inside>* mixer) { run(*mixer, true); }
-void mixer_backward(const Mixer<Element, Inside>* mixer) { run(*mixer, false); }
-void mixer_step(const MixerStep<Inside>* a) {
-    if constexpr (std::is_same_v<Element, Inside>) step(*a);
+int scan_forward(const Scan<Element, Inside>* scan) {
+    return failed([&] { run(*scan, true); });
+}
+int scan_backward(const Scan<Element, Inside>* scan) {
+    return failed([&] { run(*scan, false); });
+}
+int mixer_forward(const Mixer<Element, Inside>* mixer) {
+    return failed([&] { run(*mixer, true); });
+}
+int mixer_backward(const Mixer<Element, Inside>* mixer) {
+    return failed([&] { run(*mixer, false); });
+}
+int mixer_step(const MixerStep<Inside>* a) {
+    return failed([&] {
+        if constexpr (std::is_same_v<Element, Inside>) step(*a);
+    });
 }
 int64_t scan_segment() { return kSegment; }
 void use_pool(Pool given) { pool = given; }

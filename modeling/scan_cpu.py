@@ -2,11 +2,13 @@
 
 import torch
 
-from .cpu_operator import INTEGER, NAMESPACE, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
+from .cpu_operator import ELEMENTS, INTEGER, NAMESPACE, TENSOR, CompiledFunction, contiguous, refuse_second_derivative
+from .operator_arguments import Argument, OperatorArguments, check_devices, check_scan
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 
 NAMES = (*ScanInputs._fields, "h0", "B0", "u0")
+GIVEN = (*NAMES, "bounds", "order")
 # Steps between two kept states, as in the C++ source.
 SEGMENT = 16
 
@@ -17,9 +19,16 @@ forward_function = CompiledFunction("scan_forward", FIELDS)
 backward_function = CompiledFunction("scan_backward", FIELDS)
 
 
-def sizes(u: torch.Tensor, h0: torch.Tensor) -> dict[str, int]:
-    rows, heads, n, channels = h0.shape
-    return {"rows": rows, "equal_length": u.shape[1], "heads": heads, "state": n, "channels": channels}
+BACKWARD = {
+    "grad_y": Argument("batch length heads channels", "element"),
+    "grad_h": Argument("rows heads state channels"),
+    "kept": Argument("slots heads state channels"),
+}
+
+
+def values(arguments: OperatorArguments) -> dict[str, int]:
+    sizes = {name: arguments.sizes[name] for name in ("rows", "heads", "state", "channels")}
+    return sizes | {"equal_length": arguments.sizes["length"]}
 
 
 def kept_slots(rows: int, tokens: int) -> int:
@@ -45,17 +54,18 @@ def scan_operator(
     order: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the last h, and h at the start of each segment, which the gradient needs."""
-    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
-    y, h, kept = make_outputs(*inputs, bounds, order)
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
+    arguments = check_scan("scan_cpu", tuple(ELEMENTS), dict(zip(GIVEN, inputs, strict=True)))
+    y, h, kept = make_outputs(*inputs)
     if order is not None:
         y.zero_()  # padding, which the compiled code never sees, reads as 0
-    tensors = contiguous(NAMES, inputs) | {"y": y, "h": h, "kept": kept, "bounds": bounds, "order": order}
-    forward_function(u.dtype, sizes(u, h0), tensors)
+    forward_function(u.dtype, values(arguments), contiguous(GIVEN, inputs) | {"y": y, "h": h, "kept": kept})
     return y, h, kept
 
 
 @scan_operator.register_fake
 def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    check_devices(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
     kept = h0.new_empty(kept_slots(h0.shape[0], u.shape[0] * u.shape[1]), *h0.shape[1:])
     return u.new_empty(u.shape), h0.new_empty(h0.shape), kept
 
@@ -81,20 +91,23 @@ def scan_backward_operator(
     order: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """The gradients of all inputs that are there, in their order; that of D is one for each row, still to be added."""
-    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
-    grads = make_gradients(grad_y, grad_h, kept, *inputs, bounds, order)
-    given = [f"grad_{name}" for name, x in zip(NAMES, inputs, strict=True) if x is not None]
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
+    arguments = check_scan("scan_cpu_backward", tuple(ELEMENTS), dict(zip(GIVEN, inputs, strict=True)))
+    arguments.sizes["slots"] = kept_slots(h0.shape[0], u.shape[0] * u.shape[1])
+    arguments.check(BACKWARD, {"grad_y": grad_y, "grad_h": grad_h, "kept": kept})
+    grads = make_gradients(grad_y, grad_h, kept, *inputs)
+    given = [f"grad_{name}" for name, x in zip(NAMES, inputs[: len(NAMES)], strict=True) if x is not None]
     if order is not None:
         for grad in grads:
             grad.zero_()  # padding has none
-    tensors = contiguous(NAMES, inputs) | contiguous(("grad_y", "grad_h", "kept"), (grad_y, grad_h, kept))
-    tensors |= dict(zip(given, grads, strict=True)) | {"bounds": bounds, "order": order}
-    backward_function(u.dtype, sizes(u, h0), tensors)
+    tensors = contiguous(GIVEN, inputs) | contiguous(BACKWARD, (grad_y, grad_h, kept))
+    backward_function(u.dtype, values(arguments), tensors | dict(zip(given, grads, strict=True)))
     return grads
 
 
 @scan_backward_operator.register_fake
 def make_gradients(grad_y, grad_h, kept, u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    check_devices(grad_y, grad_h, kept, u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
     before_D, after_D = (u, B, C, log_decay, write, carry, k, reflection), (h0, B0, u0)
     grad_D = [] if D is None else [D.new_empty(h0.shape[0], *D.shape)]
     before_D, after_D = ([x.new_empty(x.shape) for x in inputs if x is not None] for inputs in (before_D, after_D))

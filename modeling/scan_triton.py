@@ -8,6 +8,7 @@ import torch
 from transformers.utils import logging
 
 from .cpu_operator import NAMESPACE, contiguous, refuse_second_derivative
+from .operator_arguments import Argument, OperatorArguments, check_devices, check_scan
 from .scan_definition import ScanInputs, ScanState
 from .sequence_rows import TokenOrder
 from .triton_launch import (
@@ -26,6 +27,15 @@ from .triton_launch import (
 from .triton_self_check import disagreement
 
 logger = logging.get_logger(__name__)
+
+ELEMENTS = (torch.float32, torch.bfloat16, torch.float16)
+GIVEN = (*INPUTS, "bounds", "order")
+BACKWARD = {
+    "dy": Argument("batch length heads channels", "element"),
+    "dh": Argument("rows heads state channels"),
+    "kept": Argument("slots heads state channels", "kept"),
+    "T": Argument("solved heads chunk chunk", "float32"),
+}
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -79,22 +89,23 @@ def scan_operator(
     order: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, the last h, and for the gradient G at the start of each chunk and T of each chunk."""
-    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
-    outputs = make_outputs(*inputs, bounds, order)
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
+    check_arguments("scan_triton", inputs)
+    outputs = make_outputs(*inputs)
     if order is not None:
         outputs[0].zero_()  # padding, which the kernels never see, reads as 0
-    tensors = contiguous((*INPUTS, "bounds", "order"), (*inputs, bounds, order))
+    tensors = contiguous(GIVEN, inputs)
     forward(settings_of(u, B), tensors | dict(zip(("y", "h", "kept", "T"), outputs, strict=True)))
     return outputs
 
 
 @scan_operator.register_fake
 def make_outputs(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order):
+    check_devices(u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
     settings, (rows, heads, n, channels) = settings_of(u, B), h0.shape
     slots = slot_count(rows, *u.shape[:2], bounds is not None, settings)
     kept = u.new_empty(slots, heads, n, channels, dtype=kept_dtype(u.dtype))
-    # Small states solve once more in the backward pass rather than keep what they found.
-    solved = 0 if settings.small or k is None else slots
+    solved = solved_slots(slots, settings, k)
     T = u.new_empty(solved, heads, settings.CHUNK, settings.CHUNK, dtype=torch.float32)
     return u.new_empty(u.shape), h0.new_empty(h0.shape), kept, T
 
@@ -121,11 +132,12 @@ def scan_backward_operator(
     order: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """The gradients of all inputs that are there, in their order."""
-    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0)
-    others = (grad_y, grad_h, kept, T, bounds, order)
-    tensors = contiguous((*INPUTS, "dy", "dh", "kept", "T", "bounds", "order"), (*inputs, *others))
-    grads = make_gradients(grad_y, grad_h, kept, T, *inputs, bounds, order)
-    names = [f"d{name}" for name, x in zip(INPUTS, inputs, strict=True) if x is not None]
+    inputs = (u, B, C, log_decay, write, carry, k, reflection, D, h0, B0, u0, bounds, order)
+    others = (grad_y, grad_h, kept, T)
+    check_backward_arguments(check_arguments("scan_triton_backward", inputs), inputs, others)
+    tensors = contiguous(GIVEN, inputs) | contiguous(BACKWARD, others)
+    grads = make_gradients(*others, *inputs)
+    names = [f"d{name}" for name, x in zip(INPUTS, inputs[: len(INPUTS)], strict=True) if x is not None]
     named = dict(zip(names, grads, strict=True))
     if D is not None:
         # A share from each chunk; adding them up here gives the same sum in every run.
@@ -144,8 +156,33 @@ def scan_backward_operator(
 
 @scan_backward_operator.register_fake
 def make_gradients(grad_y, grad_h, kept, T, *inputs):
+    check_devices(grad_y, grad_h, kept, T, *inputs)
     *inputs, _, _ = inputs  # but not bounds and order
     return [x.new_empty(x.shape) for x in inputs if x is not None]
+
+
+def check_arguments(operator: str, inputs: tuple[torch.Tensor | None, ...]) -> OperatorArguments:
+    """Checks what both operators are given; the result knows its sizes and checks what else there is."""
+    arguments = check_scan(operator, ELEMENTS, dict(zip(GIVEN, inputs, strict=True)))
+    sizes = arguments.sizes
+    if max(sizes["state"], sizes["channels"]) > LARGEST or 0 in inputs[0].shape:
+        found = f"has shape {tuple(inputs[0].shape)} with state={sizes['state']}"
+        arguments.refuse("u", found, f"of one token or more, state and channels of {LARGEST} at most")
+    return arguments
+
+
+def check_backward_arguments(arguments: OperatorArguments, inputs: tuple, others: tuple[torch.Tensor, ...]) -> None:
+    u, B, *_, k, _, _, h0, _, _, bounds, _ = inputs
+    settings = settings_of(u, B)
+    slots = slot_count(h0.shape[0], *u.shape[:2], bounds is not None, settings)
+    arguments.sizes |= {"slots": slots, "solved": solved_slots(slots, settings, k), "chunk": settings.CHUNK}
+    arguments.dtypes["kept"] = kept_dtype(u.dtype)
+    arguments.check(BACKWARD, dict(zip(BACKWARD, others, strict=True)))
+
+
+def solved_slots(slots: int, settings: Settings, k: torch.Tensor | None) -> int:
+    """Small states solve once more in the backward pass rather than keep what they found."""
+    return 0 if settings.small or k is None else slots
 
 
 def settings_of(u: torch.Tensor, B: torch.Tensor) -> Settings:

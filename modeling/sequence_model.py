@@ -12,7 +12,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
-from .model_inputs import check_observations, check_tokens, find_sequences, refuse_unknown_keywords, take_packing
+from .model_inputs import (
+    check_embeddings,
+    check_observations,
+    check_tokens,
+    find_sequences,
+    refuse_unknown_keywords,
+    take_packing,
+)
 from .recurrent_cache import LayerStates, check_cache, read_state, write_state
 from .self_contained import SelfContainedMixin
 
@@ -186,6 +193,8 @@ class SequenceModel(SequencePreTrainedModel):
         if name == "input_ids":
             check_tokens(values, self.config.vocab_size)
             values = self.embed_tokens(values)
+        if name == "inputs_embeds":
+            check_embeddings(values, self.config.hidden_size)
         if name == "observations":
             check_observations(values, self.config.observation_size, mask)
         if mask is not None:

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from .torch_transforms import is_transforming
+
 
 class SequenceRows(NamedTuple):
     """
@@ -56,7 +58,6 @@ def expand_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def rows_from_mask(mask: torch.Tensor) -> SequenceRows:
     """One row for each row of a (batch, length) mask, its tokens moved to the front in their order."""
-    mask = mask.bool()
     (batch, length), lengths = mask.shape, mask.sum(1)
     order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)
     place = torch.argsort(order, dim=1)
@@ -83,7 +84,7 @@ def sequence_rows(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int
 ) -> SequenceRows | None:
     """Checks `mask` or `cu_seqlens` against (batch, length) and lays out the sequences; None without either."""
-    check_sequences(mask, cu_seqlens, batch, length)
+    mask = check_sequences(mask, cu_seqlens, batch, length)
     if mask is not None:
         return rows_from_mask(mask)
     return None if cu_seqlens is None else rows_from_cu_seqlens(cu_seqlens)
@@ -91,7 +92,7 @@ def sequence_rows(
 
 def token_order(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> TokenOrder:
     """Checks `mask` or `cu_seqlens` against (batch, length) and says where the sequences lie."""
-    check_sequences(mask, cu_seqlens, batch, length)
+    mask = check_sequences(mask, cu_seqlens, batch, length)
     if mask is not None:
         starts = length * torch.arange(batch, device=mask.device)
         order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True) + starts[:, None]
@@ -102,17 +103,46 @@ def token_order(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batc
     return TokenOrder()
 
 
-def check_sequences(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> None:
+def check_sequences(
+    mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int
+) -> torch.Tensor | None:
+    """Raises an error that names what does not fit (batch, length), or is no mask; returns the mask as booleans."""
     if mask is not None and cu_seqlens is not None:
         raise ValueError("mask and cu_seqlens were both given; packed sequences hold no padding, so pass only one.")
-    if mask is not None and mask.shape != (batch, length):
-        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, length) = {(batch, length)}.")
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, batch, length)
+    if mask is None:
+        return None
+    mask = boolean_mask(mask, "mask")
+    if mask.shape != (batch, length):
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be (batch, length) = {(batch, length)}.")
+    return mask
+
+
+def boolean_mask(mask: torch.Tensor, name: str) -> torch.Tensor:
+    """A mask of booleans, or of numbers that are 0 at padding and 1 at tokens, as booleans."""
+    if not torch.is_tensor(mask) or mask.is_complex():
+        kind = mask.dtype if torch.is_tensor(mask) else type(mask).__name__
+        raise ValueError(f"{name} is of {kind}; it must be a tensor of booleans, or of 0 and 1.")
+    if mask.dtype == torch.bool:
+        return mask
+    result = mask != 0
+    if can_look_into(mask) and (mask != result).any():
+        other = mask[mask != result][0].item()
+        raise ValueError(f"{name} holds {other}; it must be of booleans, or of 0 at padding and 1 at tokens.")
+    return result
+
+
+def can_look_into(x: torch.Tensor) -> bool:
+    """Whether values may be inspected: it would stall an accelerator, and cannot be traced into a graph or batched."""
+    return x.is_cpu and x.numel() > 0 and not torch.compiler.is_compiling() and not is_transforming()
 
 
 def check_cu_seqlens(cu_seqlens: torch.Tensor, batch: int, length: int) -> None:
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or cu_seqlens.is_floating_point():
+    if not torch.is_tensor(cu_seqlens):
+        raise ValueError(f"cu_seqlens is a {type(cu_seqlens).__name__}; it must be a tensor.")
+    whole = cu_seqlens.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or not whole:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)} and dtype {cu_seqlens.dtype}; it must be a 1-dimensional "
             "integer tensor with the start of each sequence and, last, the total length."

@@ -27,6 +27,8 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
         ({"input_ids": IDS - 2}, "input_ids hold -1"),
         ({"input_ids": IDS, "attention_mask": torch.ones(1, 4)}, r"attention_mask has shape \(1, 4\).*\(2, 4\)"),
         ({"input_ids": IDS[:1], "cu_seqlens": torch.tensor(4)}, r"cu_seqlens has shape \(\)"),
+        ({"input_ids": IDS, "attention_mask": torch.full((2, 4), 2)}, "attention_mask holds 2; it must be of booleans"),
+        ({"input_ids": IDS, "attention_mask": NAN[..., 0]}, "attention_mask holds nan"),
         ({"observations": NAN}, "observations need input_type='observations'; this model has input_type='tokens'"),
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 3)}, r"attention_mask has shape \(2, 3\).*\(2, 4\)"),
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 4, 4)}, "attention_mask has shape"),
@@ -187,3 +189,15 @@ def test_every_layer_of_a_cache_is_checked():
 def test_a_head_without_input_says_so():
     with pytest.raises(ValueError, match="Exactly one of input_ids"):
         build(Mamba3NPLRForSequenceClassification)(attention_mask=torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("option", ["paper", "no_block_norm"])
+@torch.no_grad()
+def test_embeddings_of_another_width_are_refused(option, length):
+    model = build(Mamba3NPLRModel, option)
+    for width in (5, 11, 13, 40):
+        with pytest.raises(ValueError, match=rf"inputs_embeds have shape \(2, {length}, {width}\).*hidden_size=12"):
+            model(inputs_embeds=torch.zeros(2, length, width, dtype=torch.float64))
+    with pytest.raises(ValueError, match="inputs_embeds have shape .* dtype torch.int64"):
+        model(inputs_embeds=torch.zeros(2, length, 12, dtype=torch.int64))

@@ -269,6 +269,10 @@ def test_memory_of_the_backward_holds_no_step_states():
         ({"log_decay": torch.zeros(2, 11)}, "log_decay has shape"),
         ({"k": None}, "k and reflection belong together"),
         ({"D": torch.zeros(2)}, "D has shape"),
+        ({"B": torch.zeros(())}, r"B has shape \(\); it must be \(batch=2, length=11, heads=3, state=any\)"),
+        ({"write": torch.zeros(2, 11, 3, dtype=torch.complex64)}, "write has dtype torch.complex64"),
+        ({"C": torch.zeros(2, 11, 3, 6, device="meta")}, "C has dtype torch.float32 .* on meta"),
+        ({"k": torch.zeros(2, 11, 3, 6).to_sparse()}, "k has dtype torch.float32 and layout torch.sparse_coo"),
     ],
 )
 def test_wrong_coefficients_are_named(change, message):
@@ -286,6 +290,12 @@ def test_wrong_arguments_are_named():
         ({"mask": mask, "cu_seqlens": torch.tensor([0, 11])}, "both given"),
         ({"cu_seqlens": torch.tensor([0, 11])}, "needs a batch of 1"),
         ({"backend": "cuda"}, "'cuda' is unknown.*reference, chunkwise"),
+        ({"chunk_size": 0}, "chunk_size=0 is not allowed; it must be a whole number of 1 or more"),
+        ({"chunk_size": -4}, "chunk_size=-4 is not allowed"),
+        ({"chunk_size": 2.5}, "chunk_size=2.5 is not allowed"),
+        ({"state": state[:2]}, "initial_state has 2 parts"),
+        ({"state": state._replace(u=state.u.long())}, r"initial_state\.u has dtype torch.int64"),
+        ({"mask": mask.long() + 1}, "mask holds 2; it must be of booleans"),
     ]:
         with pytest.raises(ValueError, match=message):
             run(inputs, **kwargs)

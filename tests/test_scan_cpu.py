@@ -301,3 +301,90 @@ int main() {
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
     run_sanitized(SANITIZED, sanitizer, tmp_path)
+
+
+WITHOUT_MEMORY = """
+import resource, torch
+from mamba3_nplr.modeling.scan_cpu import scan_backward_operator, scan_operator
+
+n, limits = 1024, resource.getrlimit(resource.RLIMIT_AS)
+inputs = [torch.zeros(1, 1, 2, n)] * 3 + [torch.zeros(1, 1, 2)] * 2 + [None] * 4
+inputs += [torch.zeros(1, 2, n, n), torch.zeros(1, 2, n), torch.zeros(1, 2, n), None, None]
+outputs = scan_operator(*inputs)
+for threads in (1, 2):
+    torch.set_num_threads(threads)
+    scan_backward_operator(*outputs, *inputs)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (48 << 20), limits[1]))  # for the results, but not for the work
+    try:
+        scan_backward_operator(*outputs, *inputs)
+    except MemoryError as error:
+        print(error)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    scan_backward_operator(*outputs, *inputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems limit memory otherwise")
+def test_memory_that_cannot_be_had_is_an_error_after_which_all_goes_on():
+    command = [sys.executable, "-c", WITHOUT_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    sizes = "had not memory enough to work with rows=1, heads=2, state=1024, channels=1024"
+    assert done.stdout.splitlines() == [f"scan_backward {sizes} on {threads} threads." for threads in (1, 2)]
+
+
+ALLOCATIONS_FAIL = """
+#include <cstdio>
+#include <cstdlib>
+static std::atomic<int64_t> left{INT64_MAX};
+void* operator new(size_t size) {
+    void* made = left.fetch_sub(1) > 0 ? std::malloc(size) : nullptr;
+    return made ? made : throw std::bad_alloc();
+}
+void operator delete(void* made) noexcept { std::free(made); }
+void operator delete(void* made, size_t) noexcept { std::free(made); }
+
+// Calls with memory for `allowed` allocations, for one more each time until they suffice.
+template <typename Function>
+static bool fails_until_it_works(const Function& function) {
+    for (int64_t allowed = 0; allowed < 1000; ++allowed) {
+        left = allowed;
+        const int result = function();
+        left = INT64_MAX;
+        if (result == 0) return allowed > 0;
+        if (result != 1) return false;
+    }
+    return false;
+}
+int main() {
+    const int64_t rows = 4, heads = 4, n = 16, p = 16, length = 70, tokens = rows * length, pairs = rows * heads;
+    std::vector<std::vector<float>> memory;
+    const auto make = [&](int64_t size) { return memory.emplace_back(size, 0.1f).data(); };
+    Scan<float, float> s{};
+    s.layout = {rows, length, nullptr, nullptr};
+    s.heads = heads, s.state = n, s.channels = p;
+    const int64_t slots = tokens / kSegment + rows;
+    s.u = make(tokens * heads * p), s.B = s.C = s.k = make(tokens * heads * n), s.y = make(tokens * heads * p);
+    s.log_decay = s.write = s.carry = s.reflection = make(tokens * heads), s.grad_y = s.u;
+    s.h0 = make(pairs * n * p), s.B0 = make(pairs * n), s.u0 = make(pairs * p), s.h = make(pairs * n * p);
+    s.kept = make(slots * heads * n * p), s.grad_h = make(pairs * n * p);
+    s.grad_u = make(tokens * heads * p), s.grad_B = make(tokens * heads * n), s.grad_C = make(tokens * heads * n);
+    s.grad_k = make(tokens * heads * n), s.grad_log_decay = make(tokens * heads), s.grad_write = make(tokens * heads);
+    s.grad_carry = make(tokens * heads), s.grad_reflection = make(tokens * heads);
+    s.grad_h0 = make(pairs * n * p), s.grad_B0 = make(pairs * n), s.grad_u0 = make(pairs * p);
+    bool good = true;
+    for (int64_t threads : {1, 4}) {
+        s.threads = threads;
+        good = good && fails_until_it_works([&] { return scan_forward(&s); });
+        good = good && fails_until_it_works([&] { return scan_backward(&s); });
+    }
+    std::puts(good ? "clean" : "wrong result");
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_any_allocation_may_fail_on_any_thread(sanitizer, tmp_path):
+    run_sanitized(ALLOCATIONS_FAIL, sanitizer, tmp_path)
