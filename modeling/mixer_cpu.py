@@ -153,9 +153,11 @@ def check_mixer(
     heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
     if 2 * pairs > n:
         arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
+    # Without RoPE the angles are there all the same, and nobody reads them.
     least = 2 * heads * channels + 2 * n + 3 * heads + pairs
-    if width < least:
-        arguments.refuse("projected", f"has {width} columns", f"of {least} or more, by the shape of the state")
+    most = least if pairs else least + n // 2
+    if not least <= width <= most:
+        arguments.refuse("projected", f"has {width} columns", f"of {least} to {most}, by the shape of the state")
     for name, number in (("a_min", a_min), ("epsilon", epsilon)):
         if not math.isfinite(number):
             arguments.refuse(name, f"is {number}", "finite")
