@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup test test-slow test-paths test-paths-quick quality format data publish train sanity results kernels \
+.PHONY: setup test test-slow test-paths test-paths-quick fuzz campaign quality format data publish train sanity results kernels \
 	benchmark-busy benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
 
 setup: $(VENV)/.ready $(VENV)/.compiled
@@ -30,6 +30,14 @@ test-paths: setup
 
 test-paths-quick: setup
 	$(RUN) tests/code_paths.py --quick
+
+# Random wrong calls of the compiled operators under the sanitizers of the compiler.
+fuzz: setup
+	$(RUN) tests/fuzz_operators.py
+
+# Training runs that are killed, and files of runs that are damaged, at random.
+campaign: setup
+	$(RUN) tests/kill_and_corrupt.py --kills 30 --damages 30
 
 quality: setup
 	$(RUN) -m ruff check .

@@ -141,8 +141,10 @@ def write_results(
     out = Path(run.args.output_dir)
     try:
         write_atomically(out / run_record.PLOT, lambda part: draw_comparison(run.task, {run.model_name: summary}, part))
-    except ImportError:
+    except Exception as error:  # whatever it is, the results are worth more than their picture
         (out / run_record.PLOT).unlink(missing_ok=True)  # the card then goes without
+        if not isinstance(error, ImportError):  # which was said at the start
+            print(f"No picture of the results could be drawn: {error}", file=sys.stderr)
     plot = (out / run_record.PLOT).exists()
     card = run_record.model_card(run, summary, repository or run.args.output_dir, plot)
     write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))

@@ -35,6 +35,7 @@ from .tasks import TASKS, make_task
 PUBLISHED = [name for name in TASKS if name != "shell_curriculum"]
 SETTINGS = "build.json"
 PICTURE = "episode.png"
+CARD = "README.md"  # written last
 CHECKSUMS = "checksums.json"  # of all files but the card, to know later that a folder is still what was built
 # Episodes are a thousand times larger than words; a file of either is made in memory.
 ROWS_IN_FILE = {"words": 100_000, "episodes": 4_096}
@@ -69,7 +70,7 @@ def write_folder(out: Path, tasks: dict[str, Task], settings: dict) -> None:
         files.keep_or_write(PICTURE, picture)
     infos = {name: describe(out, plans[name], task, splits[name]) for name, task in tasks.items()}
     card = dataset_card(tasks, infos, settings["train_size"], versions(), PICTURE if can_draw() else None)
-    write_atomically(out / "README.md", lambda path: path.write_text(card, encoding="utf-8"))
+    write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
 
 
 class CertifiedFiles:
@@ -95,6 +96,8 @@ class CertifiedFiles:
         write_atomically(path, lambda part: part.write_bytes(content))
 
     def record(self, name: str, content: bytes) -> None:
+        # The card says that all is there; where a checksum was lost, not all of them are again.
+        (self.out / CARD).unlink(missing_ok=True)
         self.recorded[name] = hashlib.sha256(content).hexdigest()
         text = json.dumps(self.recorded, indent=2, sort_keys=True)
         write_atomically(self.out / CHECKSUMS, lambda part: part.write_text(text, encoding="utf-8"))

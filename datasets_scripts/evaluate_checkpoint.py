@@ -56,7 +56,7 @@ def evaluate_command(arguments: list[str]) -> None:
     given = make_parser().parse_args(arguments)
     check_options(given)
     check_checkpoint(given.checkpoint)
-    trained_on, recorded = recorded_task(given.checkpoint)
+    trained_on, recorded = recorded_task(given.checkpoint, needed=given.task is None)
     name, changed = given.task or trained_on, part(overrides, "task")
     if name is None:
         raise UsageError(f"{given.checkpoint} has no {run_record.RUN}, so --task is needed.")
@@ -127,8 +127,11 @@ def find_file(checkpoint: str, name: str, local_files_only: bool = False) -> str
     )
 
 
-def recorded_task(checkpoint: str) -> tuple[str | None, dict]:
-    """The task that a checkpoint was trained on, and its settings, by its own record; None if there is none."""
+def recorded_task(checkpoint: str, needed: bool) -> tuple[str | None, dict]:
+    """
+    The task that a checkpoint was trained on, and its settings, by its own record; None if there is none. A damaged one
+    is an error only where it is needed.
+    """
     path = find_file(checkpoint, run_record.RUN)
     if path is None:
         return None, {}
@@ -136,6 +139,8 @@ def recorded_task(checkpoint: str) -> tuple[str | None, dict]:
         arguments = json.loads(Path(path).read_text(encoding="utf-8"))["arguments"]
         return arguments["task"], part(arguments, "task")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if not needed:
+            return None, {}
         raise UsageError(f"{path} holds no record of a run ({error!r}): give --task.") from error
 
 

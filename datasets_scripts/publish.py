@@ -105,11 +105,10 @@ def check_run(folder: Path, summary: dict, allow_uncommitted: bool) -> None:
 
 
 def plan_dataset(folder: Path, repo_id: str) -> Upload:
-    recorded = folder / build.CHECKSUMS
-    # The card is written last.
-    if not recorded.exists() or not (folder / "README.md").exists():
+    expected = build.read_checksums(folder)
+    # The settings are written first, the card last.
+    if build.SETTINGS not in expected or not (folder / "README.md").exists():
         raise RefusedError(f"{folder} is a build that was stopped: give the same build command again, it goes on.")
-    expected = json.loads(recorded.read_text(encoding="utf-8"))
     problems = changed_files(folder, expected)
     if problems:
         raise RefusedError(f"{folder} is not what was built: {'; '.join(problems)}. Build it anew.")

@@ -94,7 +94,9 @@ class ControlLoopMixin:
         is_array = isinstance(observation, np.ndarray)
         # A copy: torch takes no view of an array that runs backwards, and warns of one that is read-only.
         given = np.array(observation) if is_array else observation
-        frames = as_numbers("observation", given, dtype=weight.dtype, device=weight.device)
+        # Offloaded weights are on the meta device between calls; what fetches them moves the inputs too.
+        device = "cpu" if weight.is_meta else weight.device
+        frames = as_numbers("observation", given, dtype=weight.dtype, device=device)
         size = self.config.observation_size
         if frames.dim() not in (1, 2) or frames.shape[-1] != size:
             raise ValueError(f"observation has shape {tuple(frames.shape)}; it must be ({size},) or (batch, {size}).")

@@ -50,7 +50,18 @@ EVERY = [
 
 # Where results of one call are compared with those of another. The rest of the suite compares files, names and
 # messages, or runs kernels in Triton's interpreter, which computes with NumPy.
-QUICK_TESTS = ["checkpoints", "collation", "delta_family", "evaluation", "families", "frame", "heads", "ids4"]
+QUICK_TESTS = [
+    "causality",
+    "checkpoints",
+    "collation",
+    "delta_family",
+    "evaluation",
+    "families",
+    "frame",
+    "fused_step",
+    "heads",
+    "ids4",
+]
 QUICK_TESTS += ["mixer", "mixer_cpu", "model", "pipelines", "scan", "scan_cpu"]
 EVERY_TEST = [*QUICK_TESTS, "convert_official", "train_hf", "training"]
 # Half of the time of QUICK_TESTS: training, long sequences against the definition, compilers and checks of operators.

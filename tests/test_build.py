@@ -16,6 +16,7 @@ from mamba3_nplr import Mamba3NPLRConfig, pad_sequences
 from mamba3_nplr.configuration.checksums import changed_files
 from mamba3_nplr.configuration.citations import CITATIONS
 from mamba3_nplr.datasets_scripts import build as building
+from mamba3_nplr.datasets_scripts import publish as publishing
 from mamba3_nplr.datasets_scripts import show as showing
 from mamba3_nplr.datasets_scripts.columns import from_arrow, read_columns, to_arrow
 from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
@@ -258,6 +259,7 @@ import sys, time
 from pathlib import Path
 from mamba3_nplr.configuration import atomic_files
 from mamba3_nplr.datasets_scripts import build as building
+from mamba3_nplr.datasets_scripts import publish as publishing
 from mamba3_nplr.datasets_scripts.tasks import make_task
 
 building.make_task = lambda name: make_task(name, test_size=6)
@@ -319,6 +321,26 @@ def test_a_build_stopped_before_any_of_its_files_ends_the_same(words, tmp_path, 
         for path in words.rglob("*.*"):
             assert (out / path.relative_to(words)).read_bytes() == path.read_bytes()
     assert capsys.readouterr().out.count("built again") == 1  # the settings, without their checksum
+
+
+def test_a_folder_that_is_built_again_is_not_finished_before_it_is_whole(words, monkeypatch):
+    publishing.plan(words, "user")
+    (words / "checksums.json").write_text("{")
+    write, calls = building.write_atomically, []
+
+    def stop(path, write_part):
+        calls.append(path)
+        if len(calls) == 4:
+            raise InterruptedError
+        write(path, write_part)
+
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
+        patch.setattr(building, "write_atomically", stop)
+        building.build(words, train_size=5, names=["z5"])
+    with pytest.raises(publishing.RefusedError, match="a build that was stopped"):
+        publishing.plan(words, "user")
+    building.build(words, train_size=5, names=["z5"])
+    assert len(publishing.plan(words, "user").files) == 8 + 4
 
 
 def test_a_build_killed_in_its_first_moment_goes_on(words):

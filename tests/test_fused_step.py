@@ -623,4 +623,6 @@ def test_offloaded_weights_are_fetched(offload, option, tmp_path, taken):
         cache = output.past_key_values
     torch.testing.assert_close(torch.cat(actions, dim=1), expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(policy(observations).actions, expected, rtol=1e-10, atol=1e-10)
+    actions = [policy.select_action(frames) for frames in observations.unbind(1)]
+    torch.testing.assert_close(torch.stack(actions, dim=1), expected, rtol=1e-10, atol=1e-10)
     assert not taken

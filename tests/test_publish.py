@@ -169,6 +169,10 @@ def test_datasets_that_were_changed_or_not_finished_are_refused(copy):
     flip(data / "z5" / "validation-00000-of-00001.parquet")
     with pytest.raises(publishing.RefusedError, match="validation-00000-of-00001.parquet has been changed"):
         publishing.plan(data, "user")
+    for checksums in ("{}", "[]", "not JSON"):
+        (data / "checksums.json").write_text(checksums)
+        with pytest.raises(publishing.RefusedError, match="a build that was stopped"):
+            publishing.plan(data, "user")
     (data / "README.md").unlink()
     with pytest.raises(publishing.RefusedError, match="a build that was stopped"):
         publishing.plan(data, "user")

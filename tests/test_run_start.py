@@ -69,6 +69,16 @@ def test_a_run_without_matplotlib_says_so_at_its_start(tmp_path, monkeypatch, ca
     assert not (tmp_path / "run" / "results.png").exists() and (tmp_path / "run" / "results.json").exists()
 
 
+def test_a_picture_that_fails_costs_no_results(tmp_path, monkeypatch, capsys):
+    def fail(*arguments):
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(program, "draw_comparison", fail)
+    program.main([*WORDS, f"--output_dir={tmp_path}"])
+    assert "No picture of the results could be drawn: no fonts" in capsys.readouterr().err
+    assert (tmp_path / "results.json").exists() and not (tmp_path / "results.png").exists()
+
+
 def test_an_error_of_the_disk_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -108,3 +118,5 @@ def test_evaluate_names_a_damaged_record(record, tmp_path, capsys):
     (tmp_path / "run.json").write_bytes(record.encode(errors="surrogateescape"))
     assert stopped(["evaluate", str(tmp_path)]) == 2
     assert "run.json holds no record of a run" in capsys.readouterr().err
+    assert stopped(["evaluate", str(tmp_path), "--task=s3"]) == 2
+    assert "run.json" not in capsys.readouterr().err
