@@ -153,10 +153,13 @@ def plain_values(arguments: dict) -> dict:
 
 def unchanged(given: dict, original: dict) -> bool:
     """Whether what the forward pass kept is still that of these arguments."""
-    return all(
-        torch.equal(given[name].nan_to_num(), x.nan_to_num()) if torch.is_tensor(x) else given[name] == x
-        for name, x in original.items()
-    )
+
+    def same(x, other) -> bool:
+        if torch.is_tensor(x) and torch.is_tensor(other):
+            return torch.equal(x.nan_to_num(), other.nan_to_num())
+        return type(x) is type(other) and x == other
+
+    return all(same(given[name], x) for name, x in original.items())
 
 
 # The mixer between its projections
