@@ -1,6 +1,7 @@
 """The whole of a Mamba-3 mixer between its projections by compiled code, as a torch operator with its gradient."""
 
 import ctypes
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -111,16 +112,16 @@ STATES = {
     "phase0": Argument("rows heads pairs"),
 }
 REST = {
-    "k": Argument("batch length heads*state", "element"),
-    "beta": Argument("batch length heads", "element"),
+    "k": Argument("batch length heads*state", "element", optional=True),
+    "beta": Argument("batch length heads", "element", optional=True),
     "dt_bias": Argument("heads"),
-    "A_bias": Argument("heads"),
-    "B_weight": Argument("state"),
-    "B_bias": Argument("heads 1 state"),
+    "A_bias": Argument("heads", optional=True),
+    "B_weight": Argument("state", optional=True),
+    "B_bias": Argument("heads 1 state", optional=True),
     "C_weight": Argument("state"),
     "C_bias": Argument("heads 1 state"),
     "D": Argument("heads"),
-    "norm_weight": Argument("heads*channels"),
+    "norm_weight": Argument("heads*channels", optional=True),
 }
 BACKWARD = {
     "grad_out": Argument("batch length heads*channels", "element"),
@@ -133,7 +134,9 @@ BACKWARD = {
 }
 
 
-def check_mixer(operator: str, tensors: dict[str, torch.Tensor | None]) -> OperatorArguments:
+def check_mixer(
+    operator: str, tensors: dict[str, torch.Tensor | None], a_min: float, epsilon: float
+) -> OperatorArguments:
     """Checks what both operators are given; the result knows its sizes and checks what else there is."""
     arguments = OperatorArguments(operator, tuple(ELEMENTS))
     arguments.check(TOKENS, tensors)
@@ -150,9 +153,14 @@ def check_mixer(operator: str, tensors: dict[str, torch.Tensor | None]) -> Opera
     heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
     if 2 * pairs > n:
         arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
+    # Without RoPE the angles are there all the same, and nobody reads them.
     least = 2 * heads * channels + 2 * n + 3 * heads + pairs
-    if width < least:
-        arguments.refuse("projected", f"has {width} columns", f"of {least} or more, by the shape of the state")
+    most = least if pairs else least + n // 2
+    if not least <= width <= most:
+        arguments.refuse("projected", f"has {width} columns", f"of {least} to {most}, by the shape of the state")
+    for name, number in (("a_min", a_min), ("epsilon", epsilon)):
+        if not math.isfinite(number):
+            arguments.refuse(name, f"is {number}", "finite")
     return arguments
 
 
@@ -190,7 +198,7 @@ def mixer_operator(
     """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
     inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
     inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
-    arguments = check_mixer("mixer_cpu", dict(zip(GIVEN, inputs, strict=True)))
+    arguments = check_mixer("mixer_cpu", dict(zip(GIVEN, inputs, strict=True)), a_min, epsilon)
     outputs = make_outputs(*inputs)
     if order is not None:
         outputs[0].zero_()  # padding, which the compiled code never sees, reads as 0
@@ -267,7 +275,7 @@ def mixer_backward_operator(
     """The gradients of all inputs that are there, in their order."""
     inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
     inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
-    arguments = check_mixer("mixer_cpu_backward", dict(zip(GIVEN, inputs, strict=True)))
+    arguments = check_mixer("mixer_cpu_backward", dict(zip(GIVEN, inputs, strict=True)), a_min, epsilon)
     arguments.sizes["slots"] = kept_slots(h0.shape[0], projected.shape[0] * projected.shape[1])
     others = (grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase)
     arguments.check(BACKWARD, dict(zip(BACKWARD, others, strict=True)))

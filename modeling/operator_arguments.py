@@ -13,11 +13,13 @@ from .torch_transforms import refuse_forward_mode
 class Argument(NamedTuple):
     """
     The shape of a tensor by the names of its sizes, such as `"batch length heads*state"`, and its dtype: that of what
-    the projections make and take ("element"), of the arithmetic ("inside"), or the name of one in torch.
+    the projections make and take ("element"), of the arithmetic ("inside"), or the name of one in torch. Where it is
+    not optional None is refused, which torch itself takes for any tensor.
     """
 
     shape: str
     dtype: str = "inside"
+    optional: bool = False
 
 
 SCAN_TOKENS = {
@@ -26,24 +28,27 @@ SCAN_TOKENS = {
     "C": Argument("batch length heads state", "element"),
     "log_decay": Argument("batch length heads"),
     "write": Argument("batch length heads"),
-    "carry": Argument("batch length heads"),
-    "k": Argument("batch length heads state", "element"),
-    "reflection": Argument("batch length heads"),
-    "D": Argument("heads"),
+    "carry": Argument("batch length heads", optional=True),
+    "k": Argument("batch length heads state", "element", optional=True),
+    "reflection": Argument("batch length heads", optional=True),
+    "D": Argument("heads", optional=True),
 }
 SCAN_STATES = {
     "h0": Argument("rows heads state channels"),
     "B0": Argument("rows heads state"),
     "u0": Argument("rows heads channels"),
 }
-SEQUENCES = {"bounds": Argument("rows 2", "int64"), "order": Argument("batch*length", "int64")}
+SEQUENCES = {
+    "bounds": Argument("rows 2", "int64", optional=True),
+    "order": Argument("batch*length", "int64", optional=True),
+}
 
 
 class OperatorArguments:
     """
     Checks the tensors of an operator against one table after another. A name stands for the same size wherever it
     occurs; the first tensor that has it says how large it is, and the first tensor of all which dtype is the "element",
-    one of `elements`, and on which device all must be. What is None was left out, and is passed over.
+    one of `elements`, and on which device all must be.
     """
 
     def __init__(self, operator: str, elements: tuple[torch.dtype, ...]):
@@ -57,10 +62,13 @@ class OperatorArguments:
     def check(self, table: dict[str, Argument], tensors: dict[str, torch.Tensor | None]) -> None:
         for name, argument in table.items():
             x = tensors[name]
-            if x is not None:
-                self.check_dtype(name, x, argument.dtype)
-                self.check_memory(name, x)
-                check_shape(name, x, argument.shape, self.sizes)
+            if x is None and argument.optional:
+                continue
+            if x is None:
+                self.refuse(name, "is None", "a tensor")
+            self.check_dtype(name, x, argument.dtype)
+            self.check_memory(name, x)
+            check_shape(name, x, argument.shape, self.sizes)
 
     def check_dtype(self, name: str, x: torch.Tensor, kind: str) -> None:
         if kind == "element" and kind not in self.dtypes:

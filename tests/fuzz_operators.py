@@ -29,8 +29,10 @@ def outcome(number: int, seed: int) -> tuple[str, str]:
     name = list(TARGETS)[number % len(TARGETS)]
     call = TARGETS[name](draw)
     right = draw.random() < 0.2
-    for at in draw.sample(list(call.arguments), 1 if right else draw.choice([1, 1, 1, 2, 3])):
-        call.arguments[at] = (harmless if right else spoil)(call.arguments[at], draw)
+    count = 1 if right else draw.choice([1, 1, 1, 2, 3])
+    for at in draw.sample(list(call.arguments), count):
+        x = call.arguments[at]
+        call.arguments[at] = harmless(x, draw) if right else spoil(x, draw, "_cpu" in name, count == 1)
     return name, judge(call, right)
 
 

@@ -58,6 +58,7 @@ def without_memory(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+OPTIONAL = ("carry", "k", "reflection", "D", "beta", "A_bias", "B_weight", "B_bias", "norm_weight", "bounds", "order")
 SPOILED = {
     "dtype": lambda x: x.to(torch.int32 if x.is_floating_point() else torch.float32),
     "axis": lambda x: x[None],
@@ -76,8 +77,11 @@ def test_an_operator_names_the_tensor_that_does_not_fit(name):
     for argument, (kind, spoil) in ((argument, spoil) for argument in call for spoil in SPOILED.items()):
         if not torch.is_tensor(call[argument]) or not call[argument].numel():
             continue
+        if argument not in OPTIONAL:  # torch takes None for a tensor
+            with pytest.raises(ValueError, match=f"^{argument} is None"):
+                operator(*(call | {argument: None}).values())
         # Which of two tensors is too long shows only where they meet.
-        messages = {"device": "^The tensors are on cpu, meta", "size": "^[a-zA-Z_0]+ has .*must be"}
+        messages = {"device": "^The tensors are on cpu, meta", "size": "^[a-zA-Z_0]+ .*must be"}
         with pytest.raises(ValueError, match=messages.get(kind, f"^{argument} ")):
             operator(*(call | {argument: spoil(call[argument])}).values())
 
@@ -106,6 +110,8 @@ def test_options_of_a_mixer_that_belong_together_are_refused_alone():
         ({"B_weight": None}, "B_weight and B_bias belong together"),
         ({"B_weight": None, "B_bias": None}, "^B0 has shape.*carried_state=0"),
         ({"B_weight": None, "B_bias": None, "k": None, "beta": None}, "^k is None"),
+        ({"a_min": float("nan")}, "^a_min is nan"),
+        ({"epsilon": float("inf")}, "^epsilon is inf"),
         ({"phase0": torch.zeros(3, 6, 4)}, "^phase0 is of 4 pairs; .* 3 at most"),
     ]:
         with pytest.raises(ValueError, match=message):
