@@ -11,6 +11,7 @@ import argparse
 import copy
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,8 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from transformers import AutoConfig
 
-from .auto import FAMILIES
 from .recurrent_cache import LayerStates
+from .registration import FAMILIES
 
 SEQUENCE_FILE, STEP_FILE, STATE_FILE = "sequence.onnx", "step.onnx", "initial_state.npz"
 INPUTS = {"tokens": "input_ids", "observations": "observations", "embeddings": "inputs_embeds"}
@@ -227,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def load(checkpoint: str) -> nn.Module:
     """The model of a checkpoint, as the class that it was saved as."""
-    classes = {name: getattr(module, name) for module in FAMILIES for name in module.__all__ if "For" in name}
+    modules = [import_module(family.module) for family in FAMILIES.values()]
+    classes = {name: getattr(module, name) for module in modules for name in module.__all__ if "For" in name}
     saved_as = (AutoConfig.from_pretrained(checkpoint).architectures or [None])[0]
     if saved_as not in classes:
         raise ValueError(f"{checkpoint} holds a {saved_as}; it must be one of {', '.join(classes)}.")

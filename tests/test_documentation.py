@@ -1,0 +1,93 @@
+"""The Python examples of the README and of every page in docs/ run, page by page, with a Hub to push to."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_client import TOKENS, run_script
+from hub_server import HubServer
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# Each page has a namespace and a folder of its own, so that it can be read, and tried, alone.
+SESSION = textwrap.dedent(
+    """
+    import json, os, torch
+
+    root, pages = os.getcwd(), {}
+    for page, blocks in json.load(open("blocks.json")).items():
+        os.chdir(os.path.join(root, page))
+        torch.manual_seed(0)
+        pages[page] = {}
+        for block in blocks:
+            exec(compile(block, page, "exec"), pages[page])
+    """
+)
+CHECKS = textwrap.dedent(
+    """
+    assert pages["README"]["action"].shape == (2,) and pages["README"]["actions"].shape == (8, 2)
+    assert pages["tasks"]["batch"]["labels"].shape == (64, 64)
+    own = pages["fine_tuning"]
+    os.chdir(os.path.join(root, "fine_tuning"))
+    track = own["pipeline"]("state-tracking", model="switch/checkpoint-60")
+    for row in own["words"]:
+        assert " ".join(entry["label"] for entry in track(row["symbols"])) == row["labels"], row
+    assert own["policy"].config.observation_size == 9 and own["policy"].config.action_size == 3
+    pulled = pages["hub"]
+    assert type(pulled["policy"]).__name__ == "Mamba3NPLRForBehaviorCloning"
+    assert len(pulled["words"]) == 2 and pulled["words"].column_names == ["symbols", "labels"]
+    """
+)
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def losses(folder):
+    [state] = folder.glob("checkpoint-60/trainer_state.json")
+    return [entry["loss"] for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def test_the_examples_run(tmp_path):
+    pages = {page.stem: blocks(page, "python") for page in PAGES}
+    pages = {page: found for page, found in pages.items() if found}
+    assert set(pages) == {"README", "fine_tuning", "hub", "inference", "tasks"}
+    for page in pages:
+        (tmp_path / page).mkdir()
+    [table] = blocks(ROOT / "docs" / "fine_tuning.md", "csv")
+    own = tmp_path / "fine_tuning"
+    (own / "words.csv").write_text(table)
+    observations = np.random.default_rng(0).normal(size=(4, 20, 9))
+    np.save(own / "observations.npy", observations)
+    np.save(own / "actions.npy", observations[..., :3].cumsum(1) / 4)
+    (tmp_path / "blocks.json").write_text(json.dumps(pages))
+    with HubServer(tmp_path / "hub_server", TOKENS) as hub:
+        done = run_script(hub, tmp_path, SESSION + CHECKS)
+    assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
+    assert "'token': 'press', 'element'" in done.stdout and "'label': 'LABEL_" in done.stdout
+    assert hub.repository("user/policy").private and "mamba3_nplr_pipelines.py" in hub.repository("user/policy").files()
+    assert hub.repository("user/words", "datasets").private
+    for folder in ("switch", "policy"):  # it learns
+        found = losses(own / folder)
+        assert found[-1] < 0.5 * found[0], found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    """Files that a page links to are there, and headings too."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings], target
+
+
+def test_the_readme_is_read_in_one_sitting():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
