@@ -33,7 +33,7 @@ test-paths-quick: setup
 
 # Random wrong calls of the compiled operators under the sanitizers of the compiler.
 fuzz: setup
-	$(RUN) tests/fuzz_operators.py
+	$(RUN) tests/fuzz_operators.py --calls 2800
 
 # Training runs that are killed, and files of runs that are damaged, at random.
 campaign: setup
