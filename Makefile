@@ -7,15 +7,15 @@ RUN := $(VENV)/bin/python
 
 setup: $(VENV)/.ready $(VENV)/.compiled
 
-$(VENV)/.ready: pyproject.toml tests/fetch_transformers_tests.py
+$(VENV)/.ready: pyproject.toml tests/programs/fetch_transformers_tests.py
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --editable '.[dev]'
-	$(RUN) tests/fetch_transformers_tests.py
+	$(RUN) tests/programs/fetch_transformers_tests.py
 	touch $@
 
 # Else the first run would wait for it.
-$(VENV)/.compiled: $(VENV)/.ready modeling/scan_cpu.cpp
-	$(RUN) -m mamba3_nplr.modeling.cpu_operator
+$(VENV)/.compiled: $(VENV)/.ready modeling/scan/cpu/scan_cpu.cpp
+	$(RUN) -m mamba3_nplr.modeling.scan.cpu.compiled
 	touch $@
 
 test: setup quality
@@ -26,18 +26,18 @@ test-slow: setup
 
 # The tests of numbers as on other processors and with other numbers of threads; the quick half whole processors only.
 test-paths: setup
-	$(RUN) tests/code_paths.py
+	$(RUN) tests/programs/code_paths.py
 
 test-paths-quick: setup
-	$(RUN) tests/code_paths.py --quick
+	$(RUN) tests/programs/code_paths.py --quick
 
 # Random wrong calls of the compiled operators under the sanitizers of the compiler.
 fuzz: setup
-	$(RUN) tests/fuzz_operators.py --calls 2800
+	PYTHONPATH=tests $(RUN) tests/programs/fuzz_operators.py --calls 2800
 
 # Training runs that are killed, and files of runs that are damaged, at random.
 campaign: setup
-	$(RUN) tests/kill_and_corrupt.py --kills 30 --damages 30
+	PYTHONPATH=tests $(RUN) tests/programs/kill_and_corrupt.py --kills 30 --damages 30
 
 quality: setup
 	$(RUN) -m ruff check .
@@ -78,7 +78,7 @@ sanity: setup
 results: setup
 	$(RUN) results/table.py > results/README.md
 	$(RUN) results/curves.py z5 results/z5.png
-	$(RUN) -m mamba3_nplr.datasets_scripts.comparison results/main.json docs/comparison.png
+	$(RUN) -m mamba3_nplr.training.comparison results/main.json docs/comparison.png
 
 benchmark-cpu: setup
 	$(RUN) benchmarks/cpu.py --out results/cpu.json --plot docs/cpu.png

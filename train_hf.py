@@ -25,27 +25,28 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
-from mamba3_nplr.configuration.atomic_files import write_atomically
-from mamba3_nplr.configuration.contents import write_contents
-from mamba3_nplr.configuration.folder_lock import FolderInUseError, folder_lock
-from mamba3_nplr.datasets_scripts import run_record
-from mamba3_nplr.datasets_scripts.comparison import comparison_table, draw_comparison
-from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class, evaluate_command
-from mamba3_nplr.datasets_scripts.evaluation import evaluate, main_metric, scalars
-from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
-from mamba3_nplr.datasets_scripts.hub_upload import PushCheckpoints, plan_run
+
 from mamba3_nplr.datasets_scripts.show import NO_MATPLOTLIB, can_draw
-from mamba3_nplr.datasets_scripts.training_run import TrainingRun, UsageError, help_text, make_folder, parse_run
-from mamba3_nplr.modeling.host_memory import keep_memory
-from mamba3_nplr.modeling.hub_errors import clear_errors
-from mamba3_nplr.modeling.resumable_trainer import (
+from mamba3_nplr.modeling.hub.atomic_files import write_atomically
+from mamba3_nplr.modeling.hub.contents import write_contents
+from mamba3_nplr.modeling.hub.errors import clear_errors
+from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
+from mamba3_nplr.modeling.scan.dispatch import select_backend
+from mamba3_nplr.training import record as run_record
+from mamba3_nplr.training.arguments import TrainingRun, UsageError, help_text, make_folder, parse_run
+from mamba3_nplr.training.batches import FreshBatches
+from mamba3_nplr.training.comparison import comparison_table, draw_comparison
+from mamba3_nplr.training.evaluate_checkpoint import auto_class, evaluate_command
+from mamba3_nplr.training.evaluation import evaluate, main_metric, scalars
+from mamba3_nplr.training.host_memory import keep_memory
+from mamba3_nplr.training.trainer import (
     CheckpointError,
     NotFiniteError,
     ResumableTrainer,
     StopOnSignal,
     remove_unfinished,
 )
-from mamba3_nplr.modeling.scan import select_backend
+from mamba3_nplr.training.upload import PushCheckpoints, plan_run
 
 
 class StoppedError(Exception):

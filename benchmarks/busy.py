@@ -26,8 +26,9 @@ SETTINGS = {
 
 def measure(seconds: float) -> float:
     """Milliseconds of a training step at the S5 shape."""
-    from mamba3_nplr.modeling.host_memory import keep_memory
     from models import Trainee
+
+    from mamba3_nplr.training.host_memory import keep_memory
 
     keep_memory()
     trainee, steps = Trainee("nplr", "S5"), 0

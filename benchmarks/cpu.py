@@ -21,12 +21,13 @@ import time
 from pathlib import Path
 
 import torch
-from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
-from mamba3_nplr.modeling.host_memory import keep_memory
-from mamba3_nplr.modeling.scan import BACKENDS, Backend
 from transformers import Mamba2Config, Qwen3NextConfig
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
+from mamba3_nplr.modeling.scan.dispatch import BACKENDS, Backend
+from mamba3_nplr.training.host_memory import keep_memory
 
 SHAPES = {
     "S5": (64, 64, {}),

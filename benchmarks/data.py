@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from datasets import load_dataset
+
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRForSequenceClassification
 from mamba3_nplr.datasets_scripts.build import build
 from mamba3_nplr.datasets_scripts.columns import read_columns

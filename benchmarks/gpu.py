@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from mamba3_nplr.modeling.scan import scan
-from mamba3_nplr.modeling.scan_definition import ScanInputs
-from mamba3_nplr.modeling.scan_triton import unavailable
+
+from mamba3_nplr.modeling.scan.definition import ScanInputs
+from mamba3_nplr.modeling.scan.dispatch import scan
+from mamba3_nplr.modeling.scan.triton.operator import unavailable
 
 # batch, length, heads, state, channels
 SHAPES = {

@@ -19,10 +19,18 @@ from typing import NamedTuple
 
 import torch
 import triton
-from mamba3_nplr.modeling.scan_triton_kernels import KERNELS
-from mamba3_nplr.modeling.triton_launch import NARROW_BLOCK, WIDEST_BLOCK, Settings, constants, make_settings, warps
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from mamba3_nplr.modeling.scan.triton.kernels import KERNELS
+from mamba3_nplr.modeling.scan.triton.launch import (
+    NARROW_BLOCK,
+    WIDEST_BLOCK,
+    Settings,
+    constants,
+    make_settings,
+    warps,
+)
 
 RECORD = Path(__file__).parent.parent / "results" / "kernels.json"
 TARGETS = {

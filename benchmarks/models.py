@@ -14,11 +14,12 @@ import statistics
 import time
 from pathlib import Path
 
-import mamba3_nplr
 import torch
+from transformers import AutoConfig
+
+import mamba3_nplr
 from mamba3_nplr.configuration import presets
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from transformers import AutoConfig
 
 REFERENCE = "nplr"
 # Beside the models of the paper, what norms and residual connection around a block cost.

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from mamba3_nplr.datasets_scripts.evaluate_checkpoint import auto_class
-from mamba3_nplr.datasets_scripts.fresh_batches import FreshBatches
-from mamba3_nplr.datasets_scripts.training_run import TrainingRun, parse_run
-from mamba3_nplr.modeling.host_memory import keep_memory
-from mamba3_nplr.modeling.resumable_trainer import ResumableTrainer
 from transformers import TrainerCallback
+
+from mamba3_nplr.training.arguments import TrainingRun, parse_run
+from mamba3_nplr.training.batches import FreshBatches
+from mamba3_nplr.training.evaluate_checkpoint import auto_class
+from mamba3_nplr.training.host_memory import keep_memory
+from mamba3_nplr.training.trainer import ResumableTrainer
 
 # No curriculum: every update has the paper's full shape.
 SHAPES = {

@@ -22,9 +22,9 @@ import pyarrow.parquet as pq
 from datasets import DatasetInfo, SplitDict, SplitInfo
 from tqdm.auto import tqdm
 
-from ..configuration.atomic_files import is_part, write_atomically
-from ..configuration.checksums import checksum
-from ..configuration.folder_lock import LOCK, FolderInUseError, folder_lock
+from ..modeling.hub.atomic_files import is_part, write_atomically
+from ..modeling.hub.checksums import checksum
+from ..modeling.hub.folder_lock import LOCK, FolderInUseError, folder_lock
 from .card import dataset_card
 from .columns import task_features, to_table
 from .show import NO_MATPLOTLIB, can_draw, draw

@@ -7,8 +7,8 @@ import datasets
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 
-from ..modeling.downloads import discard_damaged, refuse_damaged
-from ..modeling.hub_errors import NOTHING_LOADED, clear_errors
+from ..modeling.hub.downloads import discard_damaged, refuse_damaged
+from ..modeling.hub.errors import NOTHING_LOADED, clear_errors
 
 
 def load_dataset(path: str, *arguments, **options):

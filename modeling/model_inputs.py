@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers.utils import TransformersKwargs
 
-from .sequence_rows import boolean_mask, can_look_into, check_cu_seqlens
+from .scan.sequences import boolean_mask, can_look_into, check_cu_seqlens
 
 # Keywords that transformers passes to any model, and that have no meaning here or are handled by its decorators.
 TOLERATED_KEYWORDS = frozenset(TransformersKwargs.__annotations__) | {

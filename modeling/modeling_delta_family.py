@@ -9,8 +9,8 @@ from transformers import initialization as init
 
 from ..configuration.configuration_delta_family import DeltaFamilyConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
-from .mixer_delta import DeltaMixer
-from .scan import check_backend_name
+from .mixers.delta import DeltaMixer
+from .scan.dispatch import check_backend_name
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel, make_norm
 
 

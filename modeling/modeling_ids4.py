@@ -8,7 +8,7 @@ from transformers import initialization as init
 
 from ..configuration.configuration_ids4 import IDS4Config
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
-from .mixer_ids4 import IDS4Mixer
+from .mixers.ids4 import IDS4Mixer
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
 
 

@@ -7,11 +7,11 @@ from torch import nn
 from transformers import initialization as init
 
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
-from .fused_step import has_plain_parameters, is_bare, may_step, submodule
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
-from .mixer_cpu import BlockFrame
-from .mixer_mamba3 import Mamba3Mixer, RMSNorm
-from .scan import check_backend_name
+from .mixers.fused_step import has_plain_parameters, is_bare, may_step, submodule
+from .mixers.mamba3 import Mamba3Mixer, RMSNorm
+from .mixers.mamba3_cpu import BlockFrame
+from .scan.dispatch import check_backend_name
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
 
 

@@ -14,8 +14,8 @@ from transformers import Pipeline
 from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from .collation import padding_mask
+from .hub.self_contained import exported_name
 from .model_inputs import as_numbers
-from .self_contained import exported_name
 
 
 class SequencePipeline(Pipeline):

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
+from .hub.self_contained import SelfContainedMixin
 from .model_inputs import (
     check_embeddings,
     check_observations,
@@ -21,7 +22,6 @@ from .model_inputs import (
     take_packing,
 )
 from .recurrent_cache import LayerStates, check_cache, read_state, write_state
-from .self_contained import SelfContainedMixin
 
 
 def make_norm(config) -> nn.Module:

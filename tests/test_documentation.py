@@ -3,14 +3,14 @@
 import json
 import re
 import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
-from hub_client import TOKENS, run_script
-from hub_server import HubServer
 
-ROOT = Path(__file__).parent.parent
+from helpers.hub_client import TOKENS, run_script
+from helpers.hub_server import HubServer
+from helpers.places import ROOT
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Each page has a namespace and a folder of its own, so that it can be read, and tried, alone.

@@ -5,11 +5,11 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from helpers.places import ROOT
+
 NAMES = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
 LIGHT = """
@@ -180,12 +180,12 @@ def test_the_wheel_is_complete_and_claims_one_name(tmp_path):
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         archive.extractall(tmp_path / "site")
     assert {name.partition("/")[0] for name in names} == {"mamba3_nplr"}
-    expected = {f"mamba3_nplr/{path.name}" for path in (ROOT / "configuration" / "mamba3_nplr").glob("*.py")}
-    for folder in ("modeling", "configuration", "datasets_scripts"):
-        sources = [path for path in (ROOT / folder).iterdir() if path.suffix in (".py", ".cpp")]
-        expected |= {f"mamba3_nplr/{folder}/{path.name}" for path in sources}
+    expected = {f"mamba3_nplr/{path.name}" for path in (ROOT / "mamba3_nplr").glob("*.py")}
+    for folder in ("configuration", "modeling", "datasets_scripts", "training"):
+        sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")]
+        expected |= {f"mamba3_nplr/{path.relative_to(ROOT)}" for path in sources}
     assert set(names) == expected
-    origin = "import mamba3_nplr.modeling.scan as scan; print(scan.__file__)"
+    origin = "import mamba3_nplr.modeling.scan.dispatch as scan; print(scan.__file__)"
     assert str(tmp_path) in python(origin, tmp_path, PYTHONPATH=str(tmp_path / "site"))
 
 
@@ -209,7 +209,7 @@ import train_hf
 def test_training_lets_waiting_threads_sleep_unless_told_otherwise(given, found):
     """The library of the threads reads it when torch is loaded, and never again."""
     environment = {name: x for name, x in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    program = THREADS.replace("ROOT", repr(str(Path(__file__).parent.parent)))
+    program = THREADS.replace("ROOT", repr(str(ROOT)))
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == found

@@ -1,0 +1,158 @@
+r"""
+The mixer of the delta family. For each head, with n_h delta steps a token, i = 1 ... n_h:
+
+    q_t     = normalise(silu(conv(W_q x)_t)) / sqrt(key size)
+    k_{t,i} = normalise(silu(conv(W_ki x)_t))           v_{t,i} = silu(conv(W_vi x)_t)
+    beta_{t,i} = beta_max sigmoid(W_bi x_t)             alpha_t = exp(-exp(A_log) softplus(W_a x_t + dt_bias))
+
+    h_{t,0} = alpha_t h_{t-1,n_h}
+    h_{t,i} = (I - beta_{t,i} k_{t,i} k_{t,i}') h_{t,i-1} + beta_{t,i} k_{t,i} v_{t,i}'
+    out     = W_o (RMSNorm_head(h_{t,n_h}' q_t) * silu(W_g x_t))
+
+DeltaNet has n_h = 1 and no decay (alpha = 1), Gated DeltaNet n_h = 1, DeltaProduct no decay; Gated DeltaProduct is the
+whole. Convolution and output gate are options. The delta steps are steps of the one scan, one after another along its
+length: decay alpha_t at the first of a token and 1 at the others, read at the last.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..scan.definition import ScanState
+from ..scan.dispatch import scan, scan_vector_dtype
+from ..scan.sequences import sequence_rows
+from .inputs import check_mixer_inputs
+from .short_convolution import short_convolution
+
+
+class DeltaState(NamedTuple):
+    """Everything a mixer needs of the tokens it has seen, one row for each sequence."""
+
+    h: torch.Tensor  # (batch, heads, key size, value size)
+    tokens: torch.Tensor  # (batch, conv_size - 1, channels) queries, keys and values of the last tokens; or size 0
+
+
+class DeltaMixer(nn.Module):
+    """
+    One mixer of the delta family. Names and layout of its parameters are those of the layers of flash-linear-attention,
+    rows of `k_proj`, `v_proj` and `b_proj` by delta step, head, channel.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        heads, steps, hidden = config.num_heads, config.num_householder, config.hidden_size
+        keys, values = heads * config.head_key_dim, heads * config.head_value_dim
+        self.split_sizes = [keys, steps * keys, steps * values]
+        self.q_proj = nn.Linear(hidden, keys, bias=False)
+        self.k_proj = nn.Linear(hidden, steps * keys, bias=False)
+        self.v_proj = nn.Linear(hidden, steps * values, bias=False)
+        self.b_proj = nn.Linear(hidden, steps * heads, bias=False)
+        if config.use_decay:
+            self.a_proj = nn.Linear(hidden, heads, bias=False)
+            self.A_log = nn.Parameter(torch.empty(heads))
+            self.dt_bias = nn.Parameter(torch.empty(heads))
+        if config.conv_size:
+            # Modules only to hold the weights under their usual names.
+            self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+                nn.Conv1d(size, size, config.conv_size, groups=size, bias=False) for size in self.split_sizes
+            )
+        if config.use_output_gate:
+            self.g_proj = nn.Linear(hidden, values, bias=False)
+        self.o_norm = nn.RMSNorm(config.head_value_dim, eps=config.norm_eps)
+        self.o_proj = nn.Linear(values, hidden, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        state: DeltaState | None = None,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, DeltaState]:
+        """
+        Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
+        sequence) to the state after them. Whole sequences, pieces and single steps take this same path. `mask` and
+        `cu_seqlens` are those of `scan`; a padded position reads as 0.
+        """
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
+        state = self.initial_state(hidden_states, cu_seqlens) if state is None else DeltaState(*state)
+        q, k, v, tokens = self.queries_keys_values(hidden_states, state, mask, cu_seqlens)
+        beta, log_decay = self.gates(hidden_states)
+        length, steps = beta.shape[1:3]
+        y, scanned = scan(
+            v.flatten(1, 2),
+            k.flatten(1, 2),
+            # Only the last step of a token is read.
+            F.pad(q[:, :, None], (0, 0, 0, 0, steps - 1, 0)).flatten(1, 2),
+            log_decay.flatten(1, 2),
+            beta.flatten(1, 2),
+            k=k.flatten(1, 2),
+            reflection=(beta * log_decay.exp()).flatten(1, 2),
+            initial_state=self.scan_state(state),
+            mask=None if mask is None else mask.repeat_interleave(steps, dim=1),
+            cu_seqlens=None if cu_seqlens is None else steps * cu_seqlens.long(),
+            chunk_size=self.config.chunk_size,
+            backend=self.config.scan_backend,
+        )
+        y = y.unflatten(1, (length, steps))[:, :, -1].to(beta.dtype)  # (batch, length, heads, value size)
+        y = F.rms_norm(y, y.shape[-1:], self.o_norm.weight.to(y.dtype), self.o_norm.eps).flatten(-2)
+        if self.config.use_output_gate:
+            y = y * F.silu(self.g_proj(hidden_states).to(y.dtype))
+        return self.o_proj(y.to(hidden_states.dtype)), DeltaState(scanned.h, tokens)
+
+    def queries_keys_values(self, hidden_states, state, mask, cu_seqlens):
+        """
+        q (batch, length, heads, key size), k and v (batch, length, steps, heads, key or value size), in the dtype the
+        scan reads; and the last tokens for the next convolution.
+        """
+        x = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], dim=-1)
+        vector_dtype = scan_vector_dtype(self.config.scan_backend, x)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        tokens = state.tokens
+        if self.config.conv_size:
+            weights = [conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
+            rows = sequence_rows(mask, cu_seqlens, *x.shape[:2])
+            x, tokens = short_convolution(x, torch.cat(weights).to(x.dtype), tokens.to(x.dtype), rows)
+        q, k, v = F.silu(x).split(self.split_sizes, dim=-1)
+        heads, steps = self.config.num_heads, self.config.num_householder
+        q = normalise(q.unflatten(-1, (heads, -1))) * self.config.head_key_dim**-0.5
+        k = normalise(k.unflatten(-1, (steps, heads, -1)))
+        v = v.unflatten(-1, (steps, heads, -1))
+        return q.to(vector_dtype), k.to(vector_dtype), v.to(vector_dtype), tokens
+
+    def gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The strength of every delta step, and the logarithm of its decay: (batch, length, steps, heads) both."""
+        heads, steps = self.config.num_heads, self.config.num_householder
+        beta = self.b_proj(hidden_states).unflatten(-1, (steps, heads))
+        beta = self.config.beta_max * beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()
+        if not self.config.use_decay:
+            return beta, torch.zeros_like(beta)
+        rate = self.a_proj(hidden_states).to(beta.dtype)
+        log_decay = -self.A_log.to(beta.dtype).exp() * F.softplus(rate + self.dt_bias)
+        return beta, F.pad(log_decay[:, :, None], (0, 0, 0, steps - 1))
+
+    def initial_state(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaState:
+        """The state before the first token of each sequence."""
+        rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+        return DeltaState(*(hidden_states.new_zeros(shape, dtype=dtype) for shape in self.state_shapes(rows)))
+
+    def state_shapes(self, rows: int) -> DeltaState:
+        """The shape of each part of a state with `rows` sequences."""
+        config = self.config
+        return DeltaState(
+            h=(rows, config.num_heads, config.head_key_dim, config.head_value_dim),
+            tokens=(rows, max(config.conv_size - 1, 0), sum(self.split_sizes)),
+        )
+
+    def scan_state(self, state: DeltaState) -> ScanState:
+        # Nothing is carried, so the scan never reads the last token.
+        rows, heads, keys, values = state.h.shape
+        return ScanState(state.h, state.h.new_zeros(rows, heads, keys), state.h.new_zeros(rows, heads, values))
+
+
+def normalise(x: torch.Tensor) -> torch.Tensor:
+    """Vectors of length one, shorter where x is near 0."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -1,0 +1,459 @@
+"""The whole of a Mamba-3 mixer between its projections by compiled code, as a torch operator with its gradient."""
+
+import ctypes
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..scan.cpu.compiled import (
+    ELEMENTS,
+    INTEGER,
+    NAMESPACE,
+    NUMBER,
+    TENSOR,
+    CompiledFunction,
+    contiguous,
+    refuse_second_derivative,
+)
+from ..scan.cpu.operator import kept_slots
+from ..scan.operator_arguments import Argument, OperatorArguments, check_devices
+from ..scan.sequences import TokenOrder
+from .fused_step import DTYPES, PLAIN_TYPES, is_plain
+
+
+class MixerWeights(NamedTuple):
+    """
+    The parameters of a mixer that are not projections. What is None is an option: without `A_bias` the gates are
+    smooth, without `B_weight` the write is that of the delta rule, without `norm_weight` the output is not normalised.
+    """
+
+    dt_bias: torch.Tensor  # (heads,)
+    A_bias: torch.Tensor | None  # (heads,)
+    B_weight: torch.Tensor | None  # (state,)
+    B_bias: torch.Tensor | None  # (heads, state)
+    C_weight: torch.Tensor  # (state,)
+    C_bias: torch.Tensor  # (heads, state)
+    D: torch.Tensor  # (heads,)
+    norm_weight: torch.Tensor | None  # (heads * channels,)
+
+
+class MixerMatrices(NamedTuple):
+    """The projections of a mixer; those of the reflection may be None."""
+
+    in_proj: torch.Tensor
+    k_proj: torch.Tensor | None
+    beta_proj: torch.Tensor | None
+    beta_bias: torch.Tensor | None
+    out_proj: torch.Tensor
+
+
+class MixerSizes(NamedTuple):
+    """What decides which tensors a mixer has, and their shapes."""
+
+    hidden: int
+    heads: int
+    state: int
+    channels: int
+    angles: int  # rows of the input projection for pairs, whether they are rotated or not
+    rotates: bool
+    carries: bool  # whether the last token is written again, as with the trapezoid
+    reflects: bool
+    exact_gates: bool
+    output_norm: bool
+
+    @property
+    def pairs(self) -> int:
+        return self.angles if self.rotates else 0
+
+    @property
+    def width(self) -> int:
+        return 2 * self.heads * self.channels + 2 * self.state + 3 * self.heads + self.angles
+
+
+class BlockFrame(NamedTuple):
+    """What stands around a mixer in a block: the norm of its input, if there is a weight, and a residual connection."""
+
+    weight: torch.Tensor | None = None  # (hidden_size,)
+    bias: torch.Tensor | None = None  # (hidden_size,)
+    epsilon: float = 0.0
+    centred: bool = False  # whether the norm takes the mean off, as a LayerNorm does
+    residual: bool = False
+
+
+NAMES = ("projected", "k", "beta", *MixerWeights._fields, "h0", "B0", "u0", "phase0")
+GIVEN = (*NAMES, "bounds", "order")
+FINAL = ("h", "B", "u", "phase")
+INTEGERS = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
+GRADIENTS = ("grad_out", *(f"grad_{name}" for name in (*FINAL, *NAMES)))
+FIELDS = (
+    dict.fromkeys(INTEGERS, INTEGER)
+    | dict.fromkeys(("a_min", "epsilon"), NUMBER)
+    | dict.fromkeys((*NAMES, "out", *FINAL, "kept", "kept_phase", *GRADIENTS), TENSOR)
+)
+forward_function = CompiledFunction("mixer_forward", FIELDS)
+backward_function = CompiledFunction("mixer_backward", FIELDS)
+step_function = CompiledFunction(
+    "mixer_step",
+    FIELDS
+    | dict.fromkeys(("hidden", "centred", "residual"), INTEGER)
+    | {"block_epsilon": NUMBER}
+    | dict.fromkeys(("x", *MixerMatrices._fields, "block_weight", "block_bias", "y"), TENSOR),
+)
+
+
+# Without a weight for B nothing is carried from token to token, and B and u of the state are empty.
+TOKENS = {"projected": Argument("batch length width", "element")}
+STATES = {
+    "h0": Argument("rows heads state channels"),
+    "B0": Argument("rows heads carried_state"),
+    "u0": Argument("rows heads carried_channels"),
+    "phase0": Argument("rows heads pairs"),
+}
+REST = {
+    "k": Argument("batch length heads*state", "element", optional=True),
+    "beta": Argument("batch length heads", "element", optional=True),
+    "dt_bias": Argument("heads"),
+    "A_bias": Argument("heads", optional=True),
+    "B_weight": Argument("state", optional=True),
+    "B_bias": Argument("heads 1 state", optional=True),
+    "C_weight": Argument("state"),
+    "C_bias": Argument("heads 1 state"),
+    "D": Argument("heads"),
+    "norm_weight": Argument("heads*channels", optional=True),
+}
+BACKWARD = {
+    "grad_out": Argument("batch length heads*channels", "element"),
+    "grad_h": Argument("rows heads state channels"),
+    "grad_B": Argument("rows heads carried_state"),
+    "grad_u": Argument("rows heads carried_channels"),
+    "grad_phase": Argument("rows heads pairs"),
+    "kept": Argument("slots heads state channels"),
+    "kept_phase": Argument("slots heads pairs", "float64"),
+}
+
+
+def check_mixer(
+    operator: str, tensors: dict[str, torch.Tensor | None], a_min: float, epsilon: float
+) -> OperatorArguments:
+    """Checks what both operators are given; the result knows its sizes and checks what else there is."""
+    arguments = OperatorArguments(operator, tuple(ELEMENTS))
+    arguments.check(TOKENS, tensors)
+    arguments.check_sequences(tensors)
+    arguments.check({"h0": STATES["h0"]}, tensors)
+    arguments.check_together(tensors, "k", "beta")
+    arguments.check_together(tensors, "B_weight", "B_bias")
+    sizes, carries = arguments.sizes, tensors["B_weight"] is not None
+    if not carries and tensors["k"] is None:
+        arguments.refuse("k", "is None", "given where B_weight is not")
+    sizes |= {"carried_state": carries * sizes["state"], "carried_channels": carries * sizes["channels"]}
+    arguments.check(STATES, tensors)
+    arguments.check(REST, tensors)
+    heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
+    if 2 * pairs > n:
+        arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
+    # Without RoPE the angles are there all the same, and nobody reads them.
+    least = 2 * heads * channels + 2 * n + 3 * heads + pairs
+    most = least if pairs else least + n // 2
+    if not least <= width <= most:
+        arguments.refuse("projected", f"has {width} columns", f"of {least} to {most}, by the shape of the state")
+    for name, number in (("a_min", a_min), ("epsilon", epsilon)):
+        if not math.isfinite(number):
+            arguments.refuse(name, f"is {number}", "finite")
+    return arguments
+
+
+def values(arguments: OperatorArguments, *options: bool | float) -> dict[str, int | float]:
+    names = ("rows", "width", "heads", "state", "channels", "pairs")
+    sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
+    sizes["tokens"] = arguments.sizes["batch"] * arguments.sizes["length"]
+    return sizes | dict(zip(("contractive", "heavy_tail", "a_min", "epsilon"), options, strict=True))
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mixer_cpu", mutates_args=(), device_types="cpu")
+def mixer_operator(
+    projected: torch.Tensor,
+    k: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A_bias: torch.Tensor | None,
+    B_weight: torch.Tensor | None,
+    B_bias: torch.Tensor | None,
+    C_weight: torch.Tensor,
+    C_bias: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    h0: torch.Tensor,
+    B0: torch.Tensor,
+    u0: torch.Tensor,
+    phase0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
+    inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
+    arguments = check_mixer("mixer_cpu", dict(zip(GIVEN, inputs, strict=True)), a_min, epsilon)
+    outputs = make_outputs(*inputs)
+    if order is not None:
+        outputs[0].zero_()  # padding, which the compiled code never sees, reads as 0
+    tensors = contiguous(GIVEN, inputs) | dict(zip(("out", *FINAL, "kept", "kept_phase"), outputs, strict=True))
+    forward_function(projected.dtype, values(arguments, contractive, heavy_tail, a_min, epsilon), tensors)
+    return outputs
+
+
+@mixer_operator.register_fake
+def make_outputs(
+    projected,
+    k,
+    beta,
+    dt_bias,
+    A_bias,
+    B_weight,
+    B_bias,
+    C_weight,
+    C_bias,
+    D,
+    norm_weight,
+    h0,
+    B0,
+    u0,
+    phase0,
+    bounds,
+    order,
+    *options,
+):
+    check_devices(projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    check_devices(projected, h0, B0, u0, phase0, bounds, order)
+    batch, length, _ = projected.shape
+    rows, heads, n, channels = h0.shape
+    slots = kept_slots(rows, batch * length)
+    return (
+        projected.new_empty(batch, length, heads * channels),
+        *(x.new_empty(x.shape) for x in (h0, B0, u0, phase0)),
+        h0.new_empty(slots, heads, n, channels),
+        phase0.new_empty(slots, heads, phase0.shape[2], dtype=torch.float64),
+    )
+
+
+@torch.library.custom_op(f"{NAMESPACE}::mixer_cpu_backward", mutates_args=(), device_types="cpu")
+def mixer_backward_operator(
+    grad_out: torch.Tensor,
+    grad_h: torch.Tensor,
+    grad_B: torch.Tensor,
+    grad_u: torch.Tensor,
+    grad_phase: torch.Tensor,
+    kept: torch.Tensor,
+    kept_phase: torch.Tensor,
+    projected: torch.Tensor,
+    k: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    dt_bias: torch.Tensor,
+    A_bias: torch.Tensor | None,
+    B_weight: torch.Tensor | None,
+    B_bias: torch.Tensor | None,
+    C_weight: torch.Tensor,
+    C_bias: torch.Tensor,
+    D: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    h0: torch.Tensor,
+    B0: torch.Tensor,
+    u0: torch.Tensor,
+    phase0: torch.Tensor,
+    bounds: torch.Tensor | None,
+    order: torch.Tensor | None,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> list[torch.Tensor]:
+    """The gradients of all inputs that are there, in their order."""
+    inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
+    inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
+    arguments = check_mixer("mixer_cpu_backward", dict(zip(GIVEN, inputs, strict=True)), a_min, epsilon)
+    arguments.sizes["slots"] = kept_slots(h0.shape[0], projected.shape[0] * projected.shape[1])
+    others = (grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase)
+    arguments.check(BACKWARD, dict(zip(BACKWARD, others, strict=True)))
+    given = {f"grad_{name}": x for name, x in zip(NAMES, inputs[: len(NAMES)], strict=True) if x is not None}
+    grads = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in given.items()}
+    if order is not None:
+        for name in ("grad_projected", "grad_k", "grad_beta"):
+            if name in grads:
+                grads[name].zero_()
+    tensors = contiguous(GIVEN, inputs) | contiguous(BACKWARD, others) | grads
+    backward_function(projected.dtype, values(arguments, contractive, heavy_tail, a_min, epsilon), tensors)
+    return list(grads.values())
+
+
+@mixer_backward_operator.register_fake
+def make_gradients(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs):
+    check_devices(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs)
+    return [x.new_empty(x.shape) for x in inputs[: len(NAMES)] if x is not None]
+
+
+def keep_for_backward(ctx, inputs, output):
+    *tensors, contractive, heavy_tail, a_min, epsilon = inputs
+    ctx.options = (contractive, heavy_tail, a_min, epsilon)
+    ctx.save_for_backward(*tensors, *output[-2:])
+
+
+def backward(ctx, grad_out, grad_h, grad_B, grad_u, grad_phase, grad_kept, grad_kept_phase):
+    *inputs, kept, kept_phase = ctx.saved_tensors
+    grads = mixer_backward_operator(
+        grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs, *ctx.options
+    )
+    grads = iter(grads)
+    return (*(None if x is None else next(grads) for x in inputs[: len(NAMES)]), *(None,) * 6)
+
+
+mixer_operator.register_autograd(backward, setup_context=keep_for_backward)
+refuse_second_derivative(mixer_backward_operator)
+
+
+def mixer_cpu(
+    projected: torch.Tensor,
+    k: torch.Tensor | None,
+    beta: torch.Tensor | None,
+    weights: MixerWeights,
+    state: tuple[torch.Tensor, ...],
+    sequences: TokenOrder,
+    *,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """
+    Args:
+        projected (batch, length, width): Columns z, x, B, C, dt, A, trap, angle.
+        k (batch, length, heads * state), beta (batch, length, heads): None without a reflection.
+        state: h, B, u and phase before these tokens, a row for each sequence.
+
+    Returns:
+        What the output projection takes, (batch, length, heads * channels), in the dtype of `projected`, and the state
+        after these tokens. Inside all is float32, or float64 if `projected` is.
+    """
+    dtype = projected.dtype
+    if dtype == torch.float16:  # the compiled code has no half precision but bfloat16
+        projected = projected.float()
+    inside = torch.promote_types(projected.dtype, torch.float32)
+    k, beta = (None if x is None else x.to(projected.dtype) for x in (k, beta))
+    weights, state = ((None if x is None else x.to(inside) for x in group) for group in (weights, state))
+    out, h, B, u, phase, *_ = mixer_operator(
+        projected, k, beta, *weights, *state, *sequences, contractive, heavy_tail, a_min, epsilon
+    )
+    return out.to(dtype), (h, B, u, phase)
+
+
+def step_cpu(
+    x: torch.Tensor,
+    sizes: MixerSizes,
+    matrices: MixerMatrices,
+    weights: MixerWeights,
+    state: tuple[torch.Tensor, ...],
+    frame: BlockFrame,
+    *,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """
+    One token of each row, x (rows, 1, hidden_size), through the whole mixer and the frame around it, without gradients
+    and in the dtype of x. None if a tensor is not one that can be read as it stands: torch knows what to do with it, or
+    what to say.
+    """
+    if type(x) not in PLAIN_TYPES or x.dim() != 3 or x.dtype not in DTYPES:
+        return None
+    dtype, rows = x.dtype, len(x)
+    x, *state = (as_read(part, dtype) for part in (x, *state))
+    parts = (x, *state, *matrices, *weights, frame.weight, frame.bias)
+    shapes = step_shapes(rows, sizes, frame.weight is not None, frame.bias is not None)
+    for part, shape in zip(parts, shapes, strict=True):
+        if part is not None if shape is None else not is_plain(part, dtype, shape):
+            return None
+    pointers = tuple(None if part is None else part.data_ptr() for part in parts)
+    template = step_template(sizes, pointers[5:], *frame[2:], contractive, heavy_tail, a_min, epsilon)
+    arguments = step_function.struct.from_buffer_copy(template)
+    y, *final = (torch.empty_like(part) for part in parts[:5])
+    arguments.rows = arguments.tokens = rows
+    arguments.x, arguments.h0, arguments.B0, arguments.u0, arguments.phase0 = pointers[:5]
+    arguments.y, arguments.h, arguments.B, arguments.u, arguments.phase = (part.data_ptr() for part in (y, *final))
+    step_function.function(dtype)(ctypes.byref(arguments))
+    return y, tuple(final)
+
+
+def as_read(x, dtype: torch.dtype):
+    """A plain tensor in this dtype and in one piece; anything else as it is."""
+    return x.to(dtype).contiguous() if type(x) in PLAIN_TYPES and x.layout is torch.strided else x
+
+
+@lru_cache(maxsize=1024)
+def step_shapes(rows: int, sizes: MixerSizes, has_norm: bool, has_bias: bool) -> tuple[tuple[int, ...] | None, ...]:
+    """The shapes of x, the state, the matrices, the weights and the frame of a step; None where nothing is to be."""
+    hidden, heads, n, channels = sizes[:4]
+    inner, carries, reflects = heads * channels, sizes.carries, sizes.reflects
+    return (
+        (rows, 1, hidden),
+        (rows, heads, n, channels),
+        (rows, heads, n if carries else 0),
+        (rows, heads, channels if carries else 0),
+        (rows, heads, sizes.pairs),
+        (sizes.width, hidden),
+        (heads * n, hidden) if reflects else None,
+        (heads, hidden) if reflects else None,
+        (heads,) if reflects else None,
+        (hidden, inner),
+        (heads,),
+        (heads,) if sizes.exact_gates else None,
+        (n,) if carries else None,
+        (heads, 1, n) if carries else None,
+        (n,),
+        (heads, 1, n),
+        (heads,),
+        (inner,) if sizes.output_norm else None,
+        (hidden,) if has_norm else None,
+        (hidden,) if has_norm and has_bias else None,
+    )
+
+
+@lru_cache(maxsize=1024)
+def step_template(
+    sizes: MixerSizes,
+    pointers: tuple[int | None, ...],
+    block_epsilon: float,
+    centred: bool,
+    residual: bool,
+    contractive: bool,
+    heavy_tail: bool,
+    a_min: float,
+    epsilon: float,
+) -> ctypes.Structure:
+    """
+    The part of a step's arguments that stays from one to the next; to fill the struct takes longer than the step. It
+    holds these arguments and nothing else, so that it is right for whatever lies at the pointers.
+    """
+    names = (*MixerMatrices._fields, *MixerWeights._fields, "block_weight", "block_bias")
+    return step_function.struct(
+        equal_length=1,
+        hidden=sizes.hidden,
+        width=sizes.width,
+        heads=sizes.heads,
+        state=sizes.state,
+        channels=sizes.channels,
+        pairs=sizes.pairs,
+        threads=1,
+        block_epsilon=block_epsilon,
+        centred=centred,
+        residual=residual,
+        contractive=contractive,
+        heavy_tail=heavy_tail,
+        a_min=a_min,
+        epsilon=epsilon,
+        **dict(zip(names, pointers, strict=True)),
+    )

@@ -1,0 +1,1 @@
+"""The scan as compiled code for processors."""

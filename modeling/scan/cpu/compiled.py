@@ -1,0 +1,158 @@
+"""
+What the compiled operators share: their namespace, their library, and how tensors reach it.
+
+    python -m mamba3_nplr.modeling.cpu_operator
+
+compiles ahead what would be compiled on first use, for all precisions.
+"""
+
+import ctypes
+import itertools
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers.utils import logging
+
+from .library import load_library
+from .source import SOURCE
+
+logger = logging.get_logger(__name__)
+
+# What the projections make and take, in torch and in C++; there is a library for each.
+ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16"}
+
+
+def free_namespace() -> str:
+    """
+    A namespace for the operators. The code of checkpoints may be loaded beside this package, and more than once, but
+    operators cannot be registered twice under one name.
+    """
+    names = itertools.chain(["mamba3_nplr"], (f"mamba3_nplr_{number}" for number in itertools.count(1)))
+    return next(name for name in names if not hasattr(getattr(torch.ops, name), "scan_cpu"))
+
+
+NAMESPACE = free_namespace()
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why compiled code cannot run on a device, or None if it can."""
+    if device.type != "cpu":
+        return f"it runs on a CPU, and the tensors are on {device.type}"
+    return build_error()
+
+
+@torch.compiler.assume_constant_result
+def build_error() -> str | None:
+    """
+    Why the library for float32 cannot be had, or None; builds it if need be. Those for other dtypes are built when they
+    are needed. A graph takes the answer without tracing it.
+    """
+    return try_library()
+
+
+@cache
+def try_library() -> str | None:
+    try:
+        library(torch.float32)
+        return None
+    except (subprocess.CalledProcessError, OSError, RuntimeError) as error:
+        reason = explain(error)
+    logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
+    return reason
+
+
+def explain(error: Exception) -> str:
+    """Why there is no library: what the compiler says; or no compiler, no place to keep the library, no home."""
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.stderr or "").strip().splitlines()
+        said = next((line for line in lines if "error" in line), lines[-1] if lines else str(error))
+        return f"its compilation failed: {said.strip()}"
+    return str(error)
+
+
+@cache
+def library(dtype: torch.dtype) -> ctypes.CDLL:
+    element = ELEMENTS[dtype]
+    loaded = load_library(f"scan_{element.lower()}", SOURCE, (f"-DELEMENT={element}",))
+    # Threads of its own would compete with those of torch, which keep spinning for a while after each operator.
+    for openmp in sorted(Path(torch.__file__).with_name("lib").glob("libgomp*.so*")):
+        loaded.use_pool(ctypes.CDLL(str(openmp)).GOMP_parallel)
+    return loaded
+
+
+INTEGER, NUMBER, TENSOR = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+class CompiledFunction:
+    """
+    A function of the library over one struct: where the sequences lie, then `fields` in the order of the C++ source,
+    INTEGER, NUMBER or TENSOR each. What is not given is 0 or null. It trusts all of them: see `operator_arguments`.
+    """
+
+    def __init__(self, name: str, fields: dict[str, type]):
+        self.name = name
+        layout = {"rows": INTEGER, "equal_length": INTEGER, "bounds": TENSOR, "order": TENSOR}
+        self.struct = type("Arguments", (ctypes.Structure,), {"_fields_": list((layout | fields).items())})
+        self.functions = {}
+
+    def function(self, dtype: torch.dtype) -> ctypes._CFuncPtr:
+        """The function for tensors of this dtype."""
+        if dtype not in self.functions:
+            try:
+                self.functions[dtype] = getattr(library(dtype), self.name)
+            except (subprocess.CalledProcessError, OSError) as error:
+                advice = "scan_backend='chunkwise' needs no compiler"
+                raise RuntimeError(
+                    f"The compiled scan for {dtype} cannot be had: {explain(error)}; {advice}."
+                ) from error
+            self.functions[dtype].errcheck = self.check_result
+        return self.functions[dtype]
+
+    def check_result(self, failed: int, function, arguments: tuple) -> None:
+        """Of every call. The library returns 0, or 1 where there was not memory enough."""
+        if failed:
+            given = arguments[0]._obj
+            sizes = {"rows": given.rows, "heads": given.heads, "state": given.state, "channels": given.channels}
+            shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise MemoryError(f"{self.name} had not memory enough to work with {shown} on {given.threads} threads.")
+
+    def __call__(
+        self,
+        dtype: torch.dtype,
+        values: dict[str, int | float],
+        tensors: dict[str, torch.Tensor | None],
+    ) -> None:
+        pointers = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
+        arguments = self.struct(**values, threads=torch.get_num_threads(), **pointers)
+        self.function(dtype)(ctypes.byref(arguments))
+
+
+def refuse_second_derivative(backward_operator) -> None:
+    """Lets the operator of a gradient say, where that is differentiated once more, what to use instead."""
+
+    def refuse(ctx, *gradients):
+        raise RuntimeError(
+            "Compiled code has no second derivative. The chunkwise scan has: give scan_backend='chunkwise' in the "
+            "configuration, or backend='chunkwise' to scan()."
+        )
+
+    backward_operator.register_autograd(refuse)
+
+
+def contiguous(names, tensors) -> dict[str, torch.Tensor | None]:
+    return {name: None if x is None else x.contiguous() for name, x in zip(names, tensors, strict=True)}
+
+
+def main() -> None:
+    with ThreadPoolExecutor() as pool:  # each waits for its compiler
+        tries = {dtype: pool.submit(library, dtype) for dtype in ELEMENTS}
+    for dtype, attempt in tries.items():
+        error = attempt.exception()
+        print(f"{dtype}: {'ready' if error is None else explain(error)}")
+
+
+if __name__ == "__main__":
+    main()

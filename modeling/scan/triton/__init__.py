@@ -1,0 +1,1 @@
+"""The scan as Triton kernels for GPUs."""

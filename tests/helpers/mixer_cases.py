@@ -1,0 +1,25 @@
+"""Small Mamba-3 mixers, and what their operators take."""
+
+import torch
+
+from helpers.model_cases import build
+from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
+
+
+def make_mixer(option="paper", dtype=torch.float64, **sizes):
+    return build(Mamba3NPLRModel, option, dtype, num_hidden_layers=1, **sizes).layers[0].mixer
+
+
+def random_state(mixer, rows, dtype=torch.float64):
+    state = Mamba3State(*(torch.randn(shape, dtype=torch.float64) for shape in mixer.state_shapes(rows)))
+    return Mamba3State(*(part.to(dtype) for part in state._replace(phase=3 * state.phase.tanh())))
+
+
+def operator_arguments(mixer, rows, length):
+    """Arguments of the operator with rows of equal length, from random projections in the mixer's dtype."""
+    config, dtype = mixer.config, mixer.D.dtype
+    x = torch.randn(rows, length, config.hidden_size, dtype=dtype)
+    k, beta = (mixer.k_proj(x), mixer.beta_proj(x)) if config.reflection_rank else (None, None)
+    tensors = (mixer.in_proj(x), k, beta, *mixer.weights(), *random_state(mixer, rows, dtype), None, None)
+    return [*(None if x is None else x.detach().clone() for x in tensors), *mixer.options.values()]

@@ -1,0 +1,347 @@
+"""The compiled mixer: the torch one on fuzzed shapes with every option, and as an operator."""
+
+import itertools
+import os
+import random
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from helpers.mixer_cases import make_mixer, operator_arguments, random_state
+from helpers.model_cases import OPTIONS, build
+from helpers.places import TESTS
+from helpers.sanitized import SANITIZERS, run_sanitized
+from helpers.scan_cases import error
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
+from mamba3_nplr.modeling.mixers.mamba3_cpu import MixerWeights, mixer_cpu, mixer_operator
+from mamba3_nplr.modeling.scan.cpu import library as cpu_library
+from mamba3_nplr.modeling.scan.dispatch import BACKENDS
+from mamba3_nplr.modeling.scan.sequences import TokenOrder
+
+pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
+
+
+def run(mixer, x, state, backend, **sequences):
+    """Output, state, and the gradients of a random function of them in the input, the state and every parameter."""
+    mixer.config.scan_backend = backend
+    x, state = x.detach().clone().requires_grad_(), Mamba3State(*(part.detach().clone() for part in state))
+    leaves = {"x": x} | {f"initial_{name}": part.requires_grad_() for name, part in state._asdict().items()}
+    leaves |= {name: parameter for name, parameter in mixer.named_parameters() if name != "h0"}
+    y, final = mixer(x, state, **sequences)
+    return results_and_gradients(y, final, leaves)
+
+
+def results_and_gradients(y, final, leaves):
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part) for part in (y, *final)]
+    total = sum((weight * part).sum() for weight, part in zip(weights, (y, *final), strict=True))
+    grads = torch.autograd.grad(total, leaves.values(), allow_unused=True, materialize_grads=True)
+    results = {"y": y.detach()} | {f"final_{name}": part.detach() for name, part in final._asdict().items()}
+    return results | {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def assert_close(found, expected, tolerance):
+    for name in expected:
+        if expected[name].numel():
+            assert error(found[name], expected[name]) < tolerance, name
+
+
+def fuzzed_cases(count=33):
+    """Every option with sizes that fill vectors and that do not, one head, one channel, lengths around a segment's."""
+    generator = random.Random(0)
+    sizes = [(16, 16), (6, 4), (2, 1), (32, 64), (5, 3), (16, 1), (7, 12), (64, 16), (20, 24)]
+    for number in range(count):
+        n, channels = sizes[number % len(sizes)]
+        case = {
+            "option": list(OPTIONS)[number % len(OPTIONS)],
+            "batch": generator.randint(1, 3),
+            "length": generator.choice([1, 2, 15, 16, 17, 31, 33, 50]),
+            "hidden_size": generator.choice([1, 2, 3, 5]) * channels,
+            "state_size": n,
+            "head_dim": channels,
+            "num_rope_pairs": generator.randint(1, n // 2),
+            "expand": 1,
+        }
+        # One channel normalised is a sign, whose gradient is nothing but rounding.
+        yield case | {"output_norm": False} if channels == 1 else case
+
+
+@pytest.mark.parametrize("case", list(fuzzed_cases()), ids=str)
+def test_the_compiled_mixer_is_the_one_in_torch(case):
+    sizes = dict(case)
+    option, batch, length = (sizes.pop(name) for name in ("option", "batch", "length"))
+    mixer = make_mixer(option, **sizes)
+    x, state = torch.randn(batch, length, sizes["hidden_size"], dtype=torch.float64), random_state(mixer, batch)
+    assert_close(run(mixer, x, state, "cpu"), run(mixer, x, state, "reference"), 1e-10)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("heads", [6, 18])
+def test_many_rows(option, heads):
+    """With rows enough for all threads, several heads are one piece of work, and 18 heads are one piece and a rest."""
+    mixer = make_mixer(option, hidden_size=2 * heads, head_dim=2, expand=1, state_size=3, num_rope_pairs=1)
+    x, state = torch.randn(33, 18, 2 * heads, dtype=torch.float64), random_state(mixer, 33)
+    assert_close(run(mixer, x, state, "cpu"), run(mixer, x, state, "reference"), 1e-10)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_padded_and_packed_sequences(option):
+    mixer = make_mixer(option)
+    x = torch.randn(3, 40, 12, dtype=torch.float64)
+    mask = torch.rand(3, 40) < 0.6
+    mask[1] = False
+    state = random_state(mixer, 3)
+    assert_close(run(mixer, x, state, "cpu", mask=mask), run(mixer, x, state, "reference", mask=mask), 1e-10)
+    x, state = x.reshape(1, 120, 12), random_state(mixer, 5)
+    packed = {"cu_seqlens": torch.tensor([0, 1, 1, 18, 50, 120])}
+    assert_close(run(mixer, x, state, "cpu", **packed), run(mixer, x, state, "reference", **packed), 1e-10)
+
+
+@pytest.mark.parametrize("option", ["paper", "rank0", "contractive", "delta", "exact_tracking"])
+def test_float32_to_length_2048_is_as_exact_as_the_definition(option):
+    """
+    The RMS of the deviation is below 1e-5 of that of the result. Its largest entry is not, in float32, for the
+    definition itself: it is at up to 3e-5 where a gradient is many times its RMS.
+    """
+    mixer = Mamba3NPLRModel(Mamba3NPLRConfig(hidden_size=32, expand=1, **OPTIONS[option])).layers[0].mixer
+    x = torch.randn(1, 2048, 32)
+    projected = [mixer.in_proj(x), *((mixer.k_proj(x), mixer.beta_proj(x)) if mixer.config.reflection_rank else ())]
+    state = random_state(mixer, 1, torch.float32)
+    found, definition = (mix_with_gradients(mixer, projected, state, backend) for backend in ("cpu", "reference"))
+    projected, state = ([part.double() for part in group] for group in (projected, state))
+    expected = mix_with_gradients(mixer.double(), projected, state, "reference")
+    for name in expected:
+        if expected[name].numel():
+            allowed = max(1e-5, 2 * error(definition[name], expected[name]))
+            assert error(found[name], expected[name]) < allowed, name
+            assert (found[name] - expected[name]).norm() < 1e-5 * expected[name].norm(), name
+
+
+def mix_with_gradients(mixer, projected, state, backend):
+    """What `run` finds, but from given projections."""
+    mixer.config.scan_backend = backend
+    leaves = {f"projected_{i}": x.detach().clone().requires_grad_() for i, x in enumerate(projected)}
+    inputs = [*leaves.values(), None, None][:3]
+    state = Mamba3State(*(part.detach().clone().requires_grad_() for part in state))
+    leaves |= {f"initial_{name}": part for name, part in state._asdict().items()}
+    leaves |= {name: parameter for name, parameter in mixer.named_parameters() if name != "h0" and "proj" not in name}
+    if backend == "cpu":
+        y, final = mixer_cpu(*inputs, mixer.weights(), state, TokenOrder(), **mixer.options)
+    else:
+        y, final = mixer.mix(*inputs, state, None, None)
+    return results_and_gradients(y, Mamba3State(*final), leaves)
+
+
+@pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
+def test_bfloat16_is_read_and_rounded_but_computed_in_float32(option):
+    """To the last bit: it is the same arithmetic of our own, between other reads and writes."""
+    mixer = make_mixer(option, torch.float32, head_dim=4, state_size=6)
+    arguments = operator_arguments(mixer, rows=2, length=20)
+    halves = [None if x is None else x.bfloat16() for x in arguments[:3]]
+    singles = [None if x is None else x.float().requires_grad_() for x in halves]
+    halves = [None if x is None else x.requires_grad_() for x in halves]
+    found, expected = mixer_operator(*halves, *arguments[3:])[0], mixer_operator(*singles, *arguments[3:])[0]
+    assert torch.equal(found, expected.bfloat16())
+    weight = torch.randn_like(found)
+    found.backward(weight)
+    expected.backward(weight.float())
+    for half, single in zip(halves, singles, strict=True):
+        assert half is None or torch.equal(half.grad, single.grad.bfloat16())
+
+
+def test_float16_takes_the_same_path():
+    mixer = make_mixer("paper", torch.float32)
+    projected, k, beta, *rest = operator_arguments(mixer, rows=1, length=9)
+    weights, state, options = MixerWeights(*rest[:8]), rest[8:12], mixer.options
+    found, _ = mixer_cpu(projected.half(), k.half(), beta.half(), weights, state, TokenOrder(), **options)
+    expected, _ = mixer_cpu(projected, k, beta, weights, state, TokenOrder(), **options)
+    assert found.dtype == torch.float16
+    assert error(found.float(), expected) < 0.02
+
+
+@pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
+def test_the_operator_is_well_behaved(option):
+    arguments = operator_arguments(make_mixer(option), rows=2, length=5)
+    arguments = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
+    torch.library.opcheck(mixer_operator, tuple(arguments))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
+def test_a_second_derivative_is_that_of_the_chunkwise_mixer_which_the_compiled_one_names(backend):
+    mixer = make_mixer("paper", hidden_size=4, head_dim=4, state_size=2, num_rope_pairs=1, expand=1)
+    mixer.config.scan_backend = backend
+    x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
+    if backend == "chunkwise":
+        assert torch.autograd.gradgradcheck(lambda x: mixer(x)[0], x)
+        return
+    (first,) = torch.autograd.grad(mixer(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative.*scan_backend='chunkwise'"):
+        torch.autograd.grad(first.square().sum(), x)
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    """Promised to the last bit by the source: the order of every sum follows from the shape alone."""
+    mixer = make_mixer("paper", torch.float32, hidden_size=80, state_size=16, head_dim=16, expand=1)
+    arguments = operator_arguments(mixer, rows=3, length=200)  # work enough for several threads
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        results.append(operator_results(arguments))
+    torch.set_num_threads(before)
+    for other, (number, first) in itertools.product(results[1:], enumerate(results[0])):
+        assert torch.equal(other[number], first)
+
+
+def operator_results(arguments):
+    leaves = [x.requires_grad_() if isinstance(x, torch.Tensor) else x for x in arguments]
+    out, *state = mixer_operator(*leaves)[:5]
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    return [out, *state, *torch.autograd.grad(out.square().sum() + sum(x.sum() for x in state), tensors)]
+
+
+def test_what_is_not_a_number_stays_in_its_row():
+    mixer = make_mixer("paper")
+    x, state = torch.randn(3, 20, 12, dtype=torch.float64), random_state(mixer, 3)
+    mixer.config.scan_backend = "cpu"
+    clean, _ = mixer(x, state)
+    x[1, 3] = float("nan")
+    found, _ = mixer(x, state)
+    # The calls and their shapes are the same, so the other rows are, to the last bit.
+    assert torch.equal(found[0], clean[0]) and torch.equal(found[2], clean[2])
+    assert found[1, 3:].isnan().all()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("rows", [1, 3])
+@torch.no_grad()
+def test_a_compiled_step_is_a_piece_of_length_one(option, rows, monkeypatch):
+    mixer = make_mixer(option, hidden_size=15, head_dim=5)
+    mixer.config.scan_backend = "cpu"
+    x, state = torch.randn(rows, 4, 15, dtype=torch.float64), random_state(mixer, rows)
+    expected, expected_state = mixer(x, state)
+    calls = count_steps(monkeypatch)
+    outputs = []
+    for token in x.unbind(1):
+        output, state = mixer(token[:, None], state)
+        outputs.append(output)
+    assert len(calls) == 4
+    assert error(torch.cat(outputs, dim=1), expected) < 1e-12
+    for found, part in zip(state, expected_state, strict=True):
+        assert part.numel() == 0 or error(found, part) < 1e-12
+
+
+def count_steps(monkeypatch):
+    """A list with an entry for each step that compiled code took."""
+    calls, backend = [], BACKENDS["cpu"]
+
+    def step(*arguments, **options):
+        result = backend.step(*arguments, **options)
+        return result if result is None else (calls.append(1), result)[1]
+
+    monkeypatch.setitem(BACKENDS, "cpu", backend._replace(step=step))
+    return calls
+
+
+@pytest.mark.parametrize("watched", ["gradient", "hook", "mask", "half"])
+def test_steps_that_are_more_than_numbers_take_the_usual_path(watched, monkeypatch):
+    mixer = make_mixer("paper", torch.float32)
+    x, named = torch.randn(2, 1, 12), {}
+    if watched == "hook":
+        mixer.in_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    if watched == "mask":
+        named["mask"] = torch.tensor([[True], [False]])
+    if watched == "half":
+        mixer, x = mixer.bfloat16(), x.bfloat16()
+    calls = count_steps(monkeypatch)
+    mixer.config.scan_backend = "cpu"
+    with torch.set_grad_enabled(watched == "gradient"):
+        found, _ = mixer(x, **named)
+        mixer.config.scan_backend = "chunkwise"
+        expected, _ = mixer(x, **named)
+    assert not calls and found.requires_grad == (watched == "gradient")
+    assert error(found.float(), expected.float()) < (0.02 if watched == "half" else 1e-5)
+
+
+def test_masked_models_compile_in_one_graph():
+    model = build(Mamba3NPLRModel, scan_backend="cpu", num_hidden_layers=1)
+    ids, mask = torch.randint(0, 11, (2, 6)), torch.tensor([[1, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 0]])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = compiled(ids, attention_mask=mask).last_hidden_state
+    found.sum().backward()
+    assert error(found, model(ids, attention_mask=mask).last_hidden_state) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [16, 64])
+def test_vectors_of_other_widths_give_the_same(width, tmp_path):
+    """As on processors with narrower or wider vectors than this one's; the compiler splits or joins them."""
+    wrapper = tmp_path / "compiler"
+    wrapper.write_text(f'#!/bin/sh\nexec {cpu_library.compiler()} -DVECTOR_BYTES={width} "$@"\n')
+    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+    environment = os.environ | {"CXX": str(wrapper), "MAMBA3_NPLR_CACHE": str(tmp_path / "cache")}
+    tests = [f"{__file__}::test_the_compiled_mixer_is_the_one_in_torch"]
+    tests += [f"{__file__}::test_float32_to_length_2048_is_as_exact_as_the_definition"]
+    tests += [f"{TESTS / 'modeling' / 'scan' / 'cpu' / 'test_scan_cpu.py'}::test_the_compiled_scan_is_the_definition"]
+    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert len(list((tmp_path / "cache").glob("*.so"))) >= 2  # for float32 and float64
+
+
+SANITIZED = """
+#include <cstdio>
+template <typename S, typename T>
+static void fuzz(int64_t n, int64_t p, int64_t m, std::vector<int64_t> lengths, int64_t threads, bool reflects) {
+    Mixer<S, T> a{};
+    std::vector<int64_t> bounds;
+    for (int64_t length : lengths) bounds.push_back(a.tokens), bounds.push_back(a.tokens += length);
+    std::vector<int64_t> order(a.tokens);
+    for (int64_t i = 0; i < a.tokens; ++i) order[i] = a.tokens - 1 - i;
+    const int64_t rows = lengths.size(), H = 5, pairs = rows * H, tokens = a.tokens, slots = tokens / kSegment + rows;
+    a.layout = {rows, 0, bounds.data(), order.data()};
+    a.width = 2 * H * p + 2 * n + 3 * H + m, a.heads = H, a.state = n, a.channels = p, a.pairs = m;
+    a.threads = threads, a.a_min = 1e-4, a.epsilon = 1e-5;
+    std::vector<std::vector<T>> memory;
+    std::vector<std::vector<S>> stored;
+    const auto make = [&](int64_t size) { return memory.emplace_back(size, T(0.1)).data(); };
+    const auto make_s = [&](int64_t size) { return stored.emplace_back(size, S{}).data(); };
+    a.projected = make_s(tokens * a.width), a.out = make_s(tokens * H * p), a.grad_out = make_s(tokens * H * p);
+    a.grad_projected = make_s(tokens * a.width);
+    if (reflects) a.k = make_s(tokens * H * n), a.grad_k = make_s(tokens * H * n);
+    if (reflects) a.beta = make_s(tokens * H), a.grad_beta = make_s(tokens * H);
+    a.dt_bias = make(H), a.C_weight = make(n), a.C_bias = make(H * n), a.D = make(H), a.norm_weight = make(H * p);
+    a.B_weight = make(n), a.B_bias = make(H * n), a.grad_B_weight = make(n), a.grad_B_bias = make(H * n);
+    a.grad_dt_bias = make(H), a.grad_C_weight = make(n), a.grad_C_bias = make(H * n), a.grad_D = make(H);
+    a.grad_norm_weight = make(H * p);
+    a.h0 = make(pairs * n * p), a.B0 = make(pairs * n), a.u0 = make(pairs * p), a.phase0 = make(pairs * m);
+    a.h = make(pairs * n * p), a.B = make(pairs * n), a.u = make(pairs * p), a.phase = make(pairs * m);
+    a.grad_h = make(pairs * n * p), a.grad_B = make(pairs * n), a.grad_u = make(pairs * p);
+    a.grad_phase = make(pairs * m), a.grad_h0 = make(pairs * n * p), a.grad_B0 = make(pairs * n);
+    a.grad_u0 = make(pairs * p), a.grad_phase0 = make(pairs * m), a.kept = make(slots * H * n * p);
+    std::vector<double> kept_phase(slots * H * m);
+    a.kept_phase = kept_phase.data();
+    run(a, true);
+    run(a, false);
+}
+int main() {
+    for (int64_t threads : {1, 4})
+        for (bool reflects : {false, true}) {
+            fuzz<float, float>(16, 16, 4, {0, 1, 16, 17, 300}, threads, reflects);
+            fuzz<float, float>(3, 5, 1, {40}, threads, reflects);
+            fuzz<float, float>(1, 1, 0, {7, 33}, threads, reflects);
+            fuzz<double, double>(6, 7, 3, {18, 0, 5}, threads, reflects);
+            fuzz<BFloat16, float>(32, 64, 16, {70, 15}, threads, reflects);
+        }
+    std::puts("clean");
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_sanitizers_find_nothing(sanitizer, tmp_path):
+    run_sanitized(SANITIZED, sanitizer, tmp_path)

@@ -1,0 +1,137 @@
+"""
+Several models on one task, side by side: a table and a picture.
+
+    python -m mamba3_nplr.datasets_scripts.comparison COMPARISON.json PICTURE.png
+
+draws what `train_hf.py compare` has found.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import shlex
+from pathlib import Path
+
+from ..datasets_scripts.show import figure_class
+from ..datasets_scripts.task import Task
+from ..datasets_scripts.words import GroupWords
+from .arguments import resolve
+
+# What a reader calls the models that `train_hf.py` knows by shorter names.
+TITLES = {
+    "mamba3": "Mamba-3",
+    "mamba3_2": "Mamba-3, 2 blocks",
+    "mamba3_4": "Mamba-3, 4 blocks",
+    "nplr": "Mamba-3 + NPLR",
+    "nplr_norope": "Mamba-3 + NPLR, no rotation",
+    "nplr_exact": "Mamba-3 + NPLR, exact options",
+    "deltanet": "DeltaNet",
+    "gdn": "Gated DeltaNet",
+    "deltaproduct_2": "DeltaProduct, 2 steps",
+    "deltaproduct_4": "DeltaProduct, 4 steps",
+    "gdp_2": "Gated DeltaProduct, 2 steps",
+    "gdp_4": "Gated DeltaProduct, 4 steps",
+    "ids4": "IDS4",
+}
+
+
+def comparison_table(task: Task, summaries: dict[str, dict]) -> str:
+    """
+    The main metric of each model on each test set, in per cent, as Markdown.
+
+    Args:
+        summaries: By the names of the models: what their runs found, or why there is nothing.
+    """
+    sizes = task.test_sizes
+    name = "length" if isinstance(task, GroupWords) else "windows"
+    lines = [f"| model | parameters | {' | '.join(f'{name} {size:,}' for size in sizes.values())} |"]
+    lines.append("| --- " * (2 + len(sizes)) + "|")
+    for model, summary in summaries.items():
+        if "results" not in summary:
+            lines.append(f"| {model} | {summary['failed']} |{' |' * len(sizes)}")
+            continue
+        figures = [summary["results"][split][summary["metric"]] for split in sizes]
+        lines.append(f"| {model} | {summary['parameters']:,} | {' | '.join(percent(x) for x in figures)} |")
+    levels = chance_levels(task, summaries)
+    if levels:
+        lines.append(f"| chance | | {' | '.join(percent(x) for x in levels)} |")
+    return "\n".join(lines)
+
+
+def chance_levels(task: Task, summaries: dict[str, dict]) -> list[float]:
+    for summary in summaries.values():
+        if "results" in summary:
+            return [summary["results"][split]["chance"] for split in task.test_sizes]
+    return []
+
+
+def percent(figure: float) -> str:
+    return f"{100 * figure:.1f}"
+
+
+def draw_comparison(task: Task, summaries: dict[str, dict], path: Path) -> None:
+    """Accuracy or success of each model against the size of the test set."""
+    splits, sizes = list(task.test_sizes), list(task.test_sizes.values())
+    height = 3.8 + 0.22 * math.ceil((len(summaries) + 1) / 2)  # of the lines and, below them, the legend
+    figure = figure_class()(figsize=(8, height), layout="constrained")
+    axes = figure.subplots()
+    for (model, summary), marker in zip(summaries.items(), itertools.cycle("osD^vP*"), strict=False):
+        if "results" in summary:
+            figures = [100 * summary["results"][split][summary["metric"]] for split in splits]
+            label = f"{TITLES[model]} ({model})" if model in TITLES else model
+            axes.plot(sizes, figures, marker=marker, linewidth=2, label=label)
+    axes.plot(sizes, [100 * x for x in chance_levels(task, summaries)], "k--", linewidth=1, label="chance")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(-4, 104)
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+    describe_axes(axes, task)
+    # Not among the lines: whichever corner these leave free, another comparison fills.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+def describe_axes(axes, task: Task) -> None:
+    if isinstance(task, GroupWords):
+        trained, tested = task.length, "length of the test words"
+        title, measured = f"Words over {task.group.upper()}: is the product of all letters right?", "final accuracy (%)"
+    else:
+        trained, tested = task.windows, "windows of the test episodes"
+        title, measured = "Shell game: does the policy reach for the ball?", "success (%)"
+    axes.set_title(title, fontsize=13)
+    axes.set_xlabel(f"{tested} (grey: {trained:,}, the longest in training)")
+    axes.set_ylabel(measured)
+    axes.axvline(trained, color="0.8", zorder=0)
+
+
+def task_of(summaries: dict[str, dict]) -> Task:
+    """The task that all of these runs were tested on, by the command of one of them."""
+    if not isinstance(summaries, dict) or not all(isinstance(summary, dict) for summary in summaries.values()):
+        raise ValueError("The file does not hold what train_hf.py compare writes.")
+    for summary in summaries.values():
+        if "command" in summary:
+            return resolve(shlex.split(summary["command"])[2:])[2]
+    raise ValueError("None of the runs has finished: there is nothing to draw.")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m mamba3_nplr.datasets_scripts.comparison",
+        description="Draws what train_hf.py compare has found.",
+    )
+    parser.add_argument("found", metavar="COMPARISON.json", type=Path, help="as train_hf.py compare writes it")
+    parser.add_argument("out", metavar="PICTURE.png", type=Path, help="picture to write")
+    given = parser.parse_args(arguments)
+    try:
+        summaries = json.loads(given.found.read_text(encoding="utf-8"))
+        draw_comparison(task_of(summaries), summaries, given.out)
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    print(f"Wrote {given.out}")
+
+
+if __name__ == "__main__":
+    main()
