@@ -9,11 +9,8 @@ Trains, compares and evaluates the models on the tasks, with transformers.Traine
 `python train_hf.py --help` lists the fields.
 """
 
-import argparse
-import json
 import os
 import sys
-from pathlib import Path
 
 # Before torch is imported: its threads spin while they wait for each other, and beside other work one that waits for a
 # thread without a core spins on and on. So they sleep after some microseconds (benchmarks/busy.py).
@@ -22,220 +19,14 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 import torch
 import transformers
-from accelerate.utils import broadcast_object_list
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError
 
-from mamba3_nplr.datasets_scripts.show import NO_MATPLOTLIB, can_draw
-from mamba3_nplr.modeling.hub.atomic_files import write_atomically
-from mamba3_nplr.modeling.hub.contents import write_contents
-from mamba3_nplr.modeling.hub.errors import clear_errors
-from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
-from mamba3_nplr.modeling.scan.dispatch import select_backend
-from mamba3_nplr.training import record as run_record
-from mamba3_nplr.training.arguments import TrainingRun, UsageError, help_text, make_folder, parse_run
-from mamba3_nplr.training.batches import FreshBatches
-from mamba3_nplr.training.comparison import comparison_table, draw_comparison
-from mamba3_nplr.training.evaluate_checkpoint import auto_class, evaluate_command
-from mamba3_nplr.training.evaluation import evaluate, main_metric, scalars
-from mamba3_nplr.training.host_memory import keep_memory
-from mamba3_nplr.training.trainer import (
-    CheckpointError,
-    NotFiniteError,
-    ResumableTrainer,
-    StopOnSignal,
-    remove_unfinished,
-)
-from mamba3_nplr.training.upload import PushCheckpoints, plan_run
-
-
-class StoppedError(Exception):
-    """A signal ended the run after a checkpoint; `code` is what the program should exit with."""
-
-    def __init__(self, number: int, message: str):
-        super().__init__(message)
-        self.code = 128 + number
-
-
-class UploadError(Exception):
-    """A finished run could not be uploaded."""
-
-
-def train(run: TrainingRun) -> dict:
-    """Trains, evaluates and saves, alone in its folder; returns what `results.json` holds."""
-    if run.args.process_index:
-        return train_alone(run, None)  # the first process holds the folder, and the others wait for what it finds there
-    folder = Path(run.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with folder_lock(folder):
-            checkpoint = run_record.find_checkpoint(run)
-            remove_unfinished(folder)
-            return train_alone(run, checkpoint)
-    except FolderInUseError as error:
-        raise UsageError(f"output_dir: {error}") from error
-
-
-def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
-    args = run.args
-    share_cores()
-    keep_memory()
-    [checkpoint] = broadcast_object_list([checkpoint])
-    repository = create_repository(args)
-    transformers.set_seed(args.seed)
-    model = auto_class(run.task).from_config(run.config)
-    record = run_record.run_record(run)
-    if args.process_index == 0:
-        announce(run, model, checkpoint)
-        compile_ahead(run)
-        run_record.write_json(Path(args.output_dir, run_record.RUN), record)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    accumulation = args.gradient_accumulation_steps
-    batches = FreshBatches(run.task, seed, args.max_steps, accumulation, args.process_index, args.world_size)
-    trainer = ResumableTrainer(
-        model,
-        args,
-        batches,
-        lambda model: scalars(evaluate_run(model, run, ["validation"])["validation"]),
-        record={run_record.RUN: json.dumps(record, indent=2)},
-    )
-    stop = StopOnSignal()
-    trainer.add_callback(stop)
-    if repository and args.hub_strategy == "every_save":
-        api = HfApi(token=args.hub_token)
-        trainer.add_callback(PushCheckpoints(api, repository, (run_record.RUN,), args.hub_revision))
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if stop.stopped and trainer.state.global_step < args.max_steps:
-        raise StoppedError(
-            stop.stopped,
-            f"Stopped at step {trainer.state.global_step}, after a checkpoint. To go on, give the same command with "
-            "--resume_from_checkpoint",
-        )
-    return finish(run, trainer, repository)
-
-
-def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) -> dict:
-    args, model = run.args, trainer.model
-    results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
-    trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
-    saved = trainer.save_finished()
-    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    summary = run_record.summary(run, model, results, losses)
-    if args.process_index == 0:
-        write_results(run, trainer, summary, repository, saved)
-        if repository:
-            push_finished(args, summary, repository)
-    trainer.accelerator.wait_for_everyone()
-    return summary
-
-
-def write_results(
-    run: TrainingRun, trainer: ResumableTrainer, summary: dict, repository: str | None, saved: list[str]
-) -> None:
-    """
-    Results, picture and card, beside the weights they belong to, and a list of all: so that one can tell later which
-    files of the folder are the run's, and whether they are still those that were evaluated.
-
-    Args:
-        saved: Names of the files of the model.
-    """
-    out = Path(run.args.output_dir)
-    try:
-        write_atomically(out / run_record.PLOT, lambda part: draw_comparison(run.task, {run.model_name: summary}, part))
-    except Exception as error:  # whatever it is, the results are worth more than their picture
-        (out / run_record.PLOT).unlink(missing_ok=True)  # the card then goes without
-        if not isinstance(error, ImportError):  # which was said at the start
-            print(f"No picture of the results could be drawn: {error}", file=sys.stderr)
-    plot = (out / run_record.PLOT).exists()
-    card = run_record.model_card(run, summary, repository or run.args.output_dir, plot)
-    write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
-    write_atomically(out / run_record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
-    run_record.write_json(out / run_record.RESULTS, summary)
-    written = [*saved, "trainer_state.json", run_record.RUN, run_record.RESULTS, run_record.CARD_FILE]
-    write_contents(out, written + [run_record.PLOT] * plot)
-
-
-def push_finished(args, summary: dict, repository: str) -> None:
-    try:
-        plan_run(Path(args.output_dir), repository, summary).push(HfApi(token=args.hub_token), args.hub_revision)
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        owner, _, name = repository.partition("/")
-        revision = f" --revision {args.hub_revision}" if args.hub_revision else ""
-        raise UploadError(
-            f"The run is finished and in {args.output_dir}, but {error} Once that is mended: "
-            f"python -m mamba3_nplr.publish {args.output_dir} --owner {owner} --name {name}{revision}"
-        ) from error
-
-
-def evaluate_run(model, run: TrainingRun, splits: list[str] | None = None, progress: bool = False) -> dict[str, dict]:
-    # Every process evaluates everything: the sets are small, and weights that are shared out need all of them anyway.
-    return evaluate(model, run.task, splits, run.args.per_device_eval_batch_size, progress=progress)
-
-
-def compile_ahead(run: TrainingRun) -> None:
-    """What compiled code the model needs on this device is built now: later the progress bar would stand at 0."""
-    backend = getattr(run.config, "scan_backend", None)
-    if backend is not None:
-        select_backend(backend, run.args.device)
-
-
-def share_cores() -> None:
-    """Several processes on one machine share its cores out, unless someone has set OMP_NUM_THREADS."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    given = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets it to 1 where nobody has.
-    nobody = given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
-    if processes > 1 and nobody:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
-
-
-def create_repository(args) -> str | None:
-    """The repository to upload to, made before training: a wrong name or token shows now, and not at the end."""
-    if not args.push_to_hub:
-        return None
-    if args.hub_strategy not in ("end", "every_save"):
-        raise UsageError(
-            f"hub_strategy={args.hub_strategy.value} is not allowed: it would publish the optimizer's state, a pickle. "
-            "every_save uploads the model of every checkpoint, end only the finished one."
-        )
-    # Trainer would upload a card of its own, and files that are not published.
-    args.push_to_hub = False
-    if args.process_index:
-        return None
-    name = args.hub_model_id or Path(args.output_dir).name
-    api = HfApi(token=args.hub_token)
-    try:
-        with clear_errors(name, "made", "Nothing has been trained."):
-            repository = api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
-            if args.hub_revision:
-                api.create_branch(repository, branch=args.hub_revision, exist_ok=True)
-            return repository
-    except (HTTPError, OSError, ValueError) as error:
-        raise UsageError(f"push_to_hub: {error}") from error
-
-
-def announce(run: TrainingRun, model, checkpoint: str | None) -> None:
-    args = run.args
-    print(
-        f"{run.model_name} on {run.task_name} ({run.preset}, seed {args.seed}): {model.num_parameters():,} parameters, "
-        f"{args.max_steps:,} updates of {run.task.batch_size}; processes: {args.world_size} on {args.device.type}, "
-        f"threads of each: {torch.get_num_threads()}; {args.output_dir}",
-        flush=True,
-    )
-    if checkpoint:
-        print(f"Goes on from {checkpoint}", flush=True)
-
-
-def prepare(*runs: TrainingRun) -> None:
-    """What only the end of a run would show: whether its folder can be written, and whether there will be pictures."""
-    if runs[0].args.process_index:
-        return
-    for run in runs:
-        make_folder("output_dir", Path(run.args.output_dir))
-        if len(runs) > 1:
-            run_record.find_checkpoint(run)  # the first is trained for nothing if another cannot be
-    if not can_draw():
-        print(f"No picture will be drawn. {NO_MATPLOTLIB}", flush=True)
+from mamba3_nplr.training.arguments import UsageError, help_text, parse_run
+from mamba3_nplr.training.checkpoints import CheckpointError
+from mamba3_nplr.training.compare import compare_command
+from mamba3_nplr.training.comparison import comparison_table
+from mamba3_nplr.training.evaluate_checkpoint import evaluate_command
+from mamba3_nplr.training.finite import NotFiniteError
+from mamba3_nplr.training.run import StoppedError, UploadError, prepare, train
 
 
 def train_command(arguments: list[str]) -> None:
@@ -244,61 +35,6 @@ def train_command(arguments: list[str]) -> None:
     summary = train(run)
     if run.args.process_index == 0:
         print(f"\n{comparison_table(run.task, {run.model_name: summary})}\n\nWrote {run.args.output_dir}")
-
-
-def compare_command(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        prog="train_hf.py compare",
-        allow_abbrev=False,
-        description="Trains several models alike and puts them side by side; finished ones are not trained again. All "
-        "fields of train_hf.py but model and output_dir can be given too.",
-    )
-    parser.add_argument("--models", nargs="+", required=True, metavar="MODEL")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder (default: %(default)s)")
-    given, rest = parser.parse_known_args(arguments)
-    taken = {"--model", "--output_dir", "--resume_from_checkpoint"} & {word.partition("=")[0] for word in rest}
-    if taken:
-        raise UsageError(f"{taken.pop()} cannot be given to compare: --models and --out stand for it.")
-    if len(set(given.models)) < len(given.models):
-        raise UsageError(f"models={' '.join(given.models)} is not allowed: each can be given once.")
-    runs, summaries = {}, {}
-    # All of them before the first is trained: the last may be the one with a mistake.
-    for model in given.models:
-        named = ["--model", model, "--output_dir", str(given.out / model), "--resume_from_checkpoint"]
-        runs[model] = parse_run([*rest, *named])
-    make_folder("out", given.out)
-    prepare(*runs.values())
-    for model, run in runs.items():
-        try:
-            summaries[model] = train(run)
-        except NotFiniteError as error:
-            print(error, file=sys.stderr)
-            summaries[model] = {"failed": "not finite"}
-    if run.args.process_index == 0:
-        report(run, summaries, given.out)
-
-
-def report(run: TrainingRun, summaries: dict[str, dict], out: Path) -> None:
-    table = comparison_table(run.task, summaries)
-    run_record.write_json(out / "comparison.json", summaries)
-    (out / "comparison.md").write_text(table + "\n", encoding="utf-8")
-    measured = main_metric(run.task).replace("_", " ")
-    print(f"\n{run.task_name}, {measured} in per cent\n\n{table}\n")
-    written = ["comparison.json", "comparison.md"]
-    try:
-        draw_comparison(run.task, summaries, out / "comparison.png")
-        written.insert(0, "comparison.png")
-    except ImportError as error:
-        print(error)
-    last = next(reversed(summaries))
-    print(
-        f"Wrote {out}: {', '.join(written)}, and each model in a folder of its own.\n\n"
-        "Next\n"
-        f"  any checkpoint on its test sets:  python train_hf.py evaluate {out / last}\n"
-        "  the shell game:                   python train_hf.py --task shell --model nplr\n"
-        f"  the paper's training:             python train_hf.py --task {run.task_name} --model nplr --preset paper\n"
-        "  all else:                         python train_hf.py --help"
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:

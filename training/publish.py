@@ -24,7 +24,7 @@ from ..modeling.hub.contents import CONTENTS, LINK, damaged_files, describe_dama
 from ..modeling.hub.errors import clear_errors
 from ..modeling.hub.folder_lock import FolderInUseError, folder_lock
 from . import record as run_record
-from .trainer import UNFINISHED
+from .checkpoints import UNFINISHED
 from .upload import Upload, licence, plan_run
 
 DATASET_NAME = "state-tracking"

@@ -18,8 +18,8 @@ from ..configuration.presets import MODELS
 from ..modeling.hub.atomic_files import write_atomically
 from ..modeling.hub.contents import damaged_files, describe_damage, has_checksums
 from .arguments import LAST, TrainingRun, UsageError
+from .checkpoints import all_checkpoints, last_whole_checkpoint
 from .evaluation import main_metric
-from .trainer import all_checkpoints, last_whole_checkpoint
 
 RUN, RESULTS, CARD_FILE, PLOT = "run.json", "results.json", "README.md", "results.png"
 # What a user may have in a folder before the run, and would lose.

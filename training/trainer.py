@@ -20,18 +20,10 @@ from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..modeling.hub.atomic_files import publish_folder, remove_parts, write_atomically
-from ..modeling.hub.contents import damaged_files, write_contents
-
-UNFINISHED = ".unfinished"  # where checkpoints are until they are whole, and once more when they are deleted
-
-
-class NotFiniteError(ArithmeticError):
-    """A loss, gradient or weight is not a finite number."""
-
-
-class CheckpointError(OSError):
-    """A checkpoint could not be written."""
+from ..modeling.hub.atomic_files import publish_folder, write_atomically
+from ..modeling.hub.contents import write_contents
+from .checkpoints import UNFINISHED, CheckpointError, files_in, last_whole_checkpoint, whole_checkpoints
+from .finite import NotFiniteError, all_finite, first_not_finite
 
 
 class ResumableTrainer(Trainer):
@@ -235,65 +227,3 @@ class StopOnSignal(TrainerCallback):
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.before = {}
-
-
-def files_in(folder: Path) -> list[str]:
-    return [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether every file that was written is there as it was: copies may be cut short, and disks change bits."""
-    return not damaged_files(checkpoint)
-
-
-def all_checkpoints(folder) -> list[Path]:
-    """The checkpoints of a run, whole or not, oldest first."""
-    steps = {path: path.name.rpartition("-")[2] for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
-
-
-def whole_checkpoints(folder) -> list[Path]:
-    """The whole checkpoints of a run, oldest first; what was half written, cut short or changed does not count."""
-    return [path for path in all_checkpoints(folder) if is_whole(path)]
-
-
-def last_whole_checkpoint(folder) -> Path | None:
-    return next(filter(is_whole, reversed(all_checkpoints(folder))), None)
-
-
-def remove_unfinished(folder: Path) -> None:
-    """Deletes what a killed run has left half written or half deleted. Nothing may be writing there."""
-    shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    remove_parts(folder)
-
-
-@torch.no_grad()
-def first_not_finite(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
-    """Where a pass of this batch leaves the finite numbers first: in a weight, a module's output, or a gradient."""
-    for name, parameter in model.named_parameters():
-        if not all_finite(parameter):
-            return f"the weight {name}"
-    found, hooks = [], []
-    for name, module in model.named_modules():
-
-        def look(module, inputs, output, name=name):
-            outputs = output if isinstance(output, tuple) else (output,)
-            if any(torch.is_tensor(x) and not all_finite(x) for x in outputs):
-                found.append(name)
-
-        hooks.append(module.register_forward_hook(look))
-    device = next(model.parameters()).device
-    try:
-        model(**{name: x.to(device) for name, x in batch.items()})
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if found:
-        return f"the output of {found[0] or type(model).__name__}"
-    gradients = [name for name, x in model.named_parameters() if x.grad is not None and not all_finite(x.grad)]
-    return f"the gradient of {gradients[0]}" if gradients else "the loss"
-
-
-def all_finite(x: torch.Tensor) -> bool:
-    # Of a tensor that is shared out over processes, each looks at its own part.
-    return bool((x.to_local() if hasattr(x, "to_local") else x).isfinite().all())

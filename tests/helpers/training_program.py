@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from helpers.places import ROOT
-from mamba3_nplr.training import trainer as resumable_trainer
+from mamba3_nplr.training import trainer
 
 PROGRAM = ROOT / "train_hf.py"
 TINY_MODEL = {"hidden_size": 12, "state_size": 6, "head_dim": 4, "num_rope_pairs": 2}
@@ -45,7 +45,7 @@ def log_of(folder):
 
 def call_at_step(step, action):
     """Calls `action` before the update of this number, counted from 0."""
-    training_step = resumable_trainer.ResumableTrainer.training_step
+    training_step = trainer.ResumableTrainer.training_step
 
     def act(self, *arguments, **keywords):
         if self.state.global_step == step:
@@ -57,14 +57,14 @@ def call_at_step(step, action):
 
 def kill_while_saving(step):
     """SIGKILL when all files of the checkpoint of this step are there but for the last."""
-    write_contents = resumable_trainer.write_contents
+    write_contents = trainer.write_contents
 
     def kill(folder, names):
         if folder.name == f"checkpoint-{step}":
             os.kill(os.getpid(), signal.SIGKILL)
         write_contents(folder, names)
 
-    resumable_trainer.write_contents = kill
+    trainer.write_contents = kill
 
 
 if __name__ == "__main__":

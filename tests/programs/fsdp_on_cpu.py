@@ -8,6 +8,7 @@ import sys
 from accelerate import state
 
 from helpers.training_program import load_program
+from mamba3_nplr.training.trainer import ResumableTrainer
 
 initialise = state.AcceleratorState.__init__
 
@@ -21,8 +22,7 @@ def with_fsdp(self, *arguments, fsdp_plugin=None, **keywords):
 
 
 state.AcceleratorState.__init__ = with_fsdp
-program = load_program()
-save = program.ResumableTrainer._save_checkpoint
+save = ResumableTrainer._save_checkpoint
 
 
 def check_and_save(self, model, trial):
@@ -32,5 +32,5 @@ def check_and_save(self, model, trial):
     save(self, model, trial)
 
 
-program.ResumableTrainer._save_checkpoint = check_and_save
-program.main(sys.argv[1:])
+ResumableTrainer._save_checkpoint = check_and_save
+load_program().main(sys.argv[1:])

@@ -26,7 +26,7 @@ from helpers import training_program
 from helpers.training_program import WORDS, log_of
 from mamba3_nplr.modeling.hub.contents import read_contents
 from mamba3_nplr.training import publish as publishing
-from mamba3_nplr.training.trainer import all_checkpoints, is_whole, last_whole_checkpoint
+from mamba3_nplr.training.checkpoints import all_checkpoints, is_whole, last_whole_checkpoint
 
 program = training_program.load_program()
 WRITES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate")

@@ -8,6 +8,8 @@ import pytest
 
 from helpers import training_program
 from helpers.training_program import TINY, WORDS
+from mamba3_nplr.training import record
+from mamba3_nplr.training import run as running
 from mamba3_nplr.training.trainer import ResumableTrainer
 
 program = training_program.load_program()
@@ -74,7 +76,7 @@ def test_a_picture_that_fails_costs_no_results(tmp_path, monkeypatch, capsys):
     def fail(*arguments):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(program, "draw_comparison", fail)
+    monkeypatch.setattr(running, "draw_comparison", fail)
     program.main([*WORDS, f"--output_dir={tmp_path}"])
     assert "No picture of the results could be drawn: no fonts" in capsys.readouterr().err
     assert (tmp_path / "results.json").exists() and not (tmp_path / "results.png").exists()
@@ -84,7 +86,7 @@ def test_an_error_of_the_disk_ends_in_a_sentence(tmp_path, monkeypatch, capsys):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(program.run_record, "write_json", full)
+    monkeypatch.setattr(record, "write_json", full)
     assert stopped([*WORDS, f"--output_dir={tmp_path / 'run'}"]) == 1
     message = capsys.readouterr().err
     assert "No space left on device" in message and "--resume_from_checkpoint" in message and "Traceback" not in message

@@ -30,14 +30,12 @@ from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
 from mamba3_nplr.training import comparison
 from mamba3_nplr.training import record as run_record
+from mamba3_nplr.training import run as running
+from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.batches import FreshBatches
-from mamba3_nplr.training.trainer import (
-    NotFiniteError,
-    ResumableTrainer,
-    first_not_finite,
-    is_whole,
-    last_whole_checkpoint,
-)
+from mamba3_nplr.training.checkpoints import is_whole, last_whole_checkpoint
+from mamba3_nplr.training.finite import NotFiniteError, first_not_finite
+from mamba3_nplr.training.trainer import ResumableTrainer
 
 program = training_program.load_program()
 
@@ -188,7 +186,7 @@ def test_a_finished_run_loads_and_describes_itself(whole):
 def test_the_recorded_command_and_configuration_give_the_same_run(whole, tmp_path):
     _, folder = whole
     record = json.loads((folder / "run.json").read_text())
-    again = program.parse_run(shlex.split(record["command"])[2:])
+    again = parse_run(shlex.split(record["command"])[2:])
     assert again.differences(record["arguments"]) == []
     program.main([f"--config={folder / 'run.json'}", f"--output_dir={tmp_path / 'run'}"])
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -498,7 +496,7 @@ def test_checkpoints_of_earlier_versions_are_taken_and_that_is_said(words, tmp_p
     contents = run / "checkpoint-8" / "contents.json"
     sizes = {name: entry["size"] for name, entry in json.loads(contents.read_text()).items()}
     contents.write_text(json.dumps(sizes))
-    asked = program.parse_run([*WORDS, f"--output_dir={run}", "--resume_from_checkpoint"])
+    asked = parse_run([*WORDS, f"--output_dir={run}", "--resume_from_checkpoint"])
     assert run_record.find_checkpoint(asked) == str(run / "checkpoint-8")
     assert "checkpoint-8 is of an earlier version: only the sizes" in capsys.readouterr().err
     contents.write_text(json.dumps(sizes | {"model.safetensors": 3}))
@@ -588,7 +586,7 @@ def test_only_files_that_the_run_wrote_are_uploaded(tmp_path, monkeypatch):
     for name, content in mine.items():
         (run / name).write_bytes(content)
     (run / "linked.py").symlink_to(__file__)
-    monkeypatch.setattr(program, "HfApi", lambda **_: hub)
+    monkeypatch.setattr(running, "HfApi", lambda **_: hub)
     program.main([*WORDS, f"--output_dir={run}", "--push_to_hub", "--hub_model_id=user/name"])
     assert list(hub.commits) == ["Step 3", "Step 6", "Step 8", "nplr on s5_generators"]
     for title, files in hub.commits.items():
