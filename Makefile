@@ -24,7 +24,7 @@ test: setup quality
 test-slow: setup
 	$(RUN) -m pytest -n 2 -m slow
 
-# The tests of numbers as on other processors and with other numbers of threads; the quick half whole processors only.
+# The tests as on other processors and with other numbers of threads: about an hour. The quick half: those of numbers.
 test-paths: setup
 	$(RUN) tests/programs/code_paths.py
 

@@ -1,8 +1,9 @@
 """
-Runs the tests of numbers as on other processors: matrix products, sums and elementary functions round otherwise there.
+Runs the tests as on other processors: matrix products, sums and elementary functions round otherwise there.
 
-    python tests/programs/code_paths.py            # make test-paths
-    python tests/programs/code_paths.py --quick    # make test-paths-quick: whole processors, without the longest tests
+    python tests/programs/code_paths.py            # make test-paths: all tests on whole processors, then those of
+                                                   # numbers with each library's setting alone
+    python tests/programs/code_paths.py --quick    # make test-paths-quick: whole processors, the tests of numbers
 
 The libraries choose their code when they are loaded, so each setting is a process of its own. What a processor cannot
 run is left out, and said.
@@ -32,14 +33,14 @@ SSE = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "O
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 AVX512 = {"ATEN_CPU_CAPABILITY": "avx512", "MKL_ENABLE_INSTRUCTIONS": "AVX512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}
 
-QUICK = [
+PROCESSORS = [
     Setting("a processor with SSE4.2", 1, SSE, "x86-64-v2"),
     Setting("a processor with AVX2", 2, AVX2, "x86-64-v3"),
     Setting("a processor with AVX512", 4, AVX512),
-    Setting("matrix products for any processor", 1, {"MKL_CBWR": "COMPATIBLE"}),
 ]
-EVERY = [
-    *QUICK,
+# What they are made of, to tell which of it makes a difference.
+ALONE = [
+    Setting("matrix products for any processor", 1, {"MKL_CBWR": "COMPATIBLE"}),
     *(
         Setting(f"{name}={value}", 1, {name: value})
         for processor in (SSE, AVX2, AVX512)
@@ -50,28 +51,22 @@ EVERY = [
 
 # Where results of one call are compared with those of another. The rest of the suite compares files, names and
 # messages, or runs kernels in Triton's interpreter, which computes with NumPy.
-QUICK_TESTS = [
-    "modeling/scan/test_causality.py",
-    "modeling/scan/test_scan.py",
-    "modeling/scan/cpu/test_scan_cpu.py",
-    "modeling/mixers",
-    "modeling/hub/test_checkpoints.py",
-    "modeling/test_collation.py",
-    "modeling/test_families.py",
-    "modeling/test_frame.py",
-    "modeling/test_heads.py",
-    "modeling/test_model.py",
-    "modeling/test_pipelines.py",
-    "training/test_evaluation.py",
+NUMBERS = [
+    "tests/modeling/scan/test_causality.py",
+    "tests/modeling/scan/test_scan.py",
+    "tests/modeling/scan/cpu/test_scan_cpu.py",
+    "tests/modeling/mixers",
+    "tests/modeling/hub/test_checkpoints.py",
+    "tests/modeling/test_collation.py",
+    "tests/modeling/test_families.py",
+    "tests/modeling/test_frame.py",
+    "tests/modeling/test_heads.py",
+    "tests/modeling/test_model.py",
+    "tests/modeling/test_pipelines.py",
+    "tests/training/test_evaluation.py",
 ]
-EVERY_TEST = [
-    *QUICK_TESTS,
-    "modeling/test_convert_official.py",
-    "training/test_train_hf.py",
-    "training/test_trainer_loss.py",
-]
-# Half of the time of QUICK_TESTS: training, long sequences against the definition, compilers and checks of operators.
-LONG = "learn or 2048 or compiler or at_once or compile or well_behaved"
+# Half of their time: training, long sequences against the definition, compilers and checks of operators.
+NUMBERS += ["-k", "not (learn or 2048 or compiler or at_once or compile or well_behaved)"]
 
 # MKL takes MKL_ENABLE_INSTRUCTIONS into account on processors of Intel only. With this in its place it does on others.
 INTEL = "int mkl_serv_intel_cpu_true(void) { return 1; }"
@@ -93,21 +88,21 @@ print(digest.hexdigest())
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="whole processors only, without the longest tests")
+    parser.add_argument("--quick", action="store_true", help="the tests of numbers only, without the longest")
     parser.add_argument("pytest", nargs="*", metavar="TESTS", help="files or names of tests in place of the usual ones")
-    arguments = parser.parse_args()
-    chosen = [f"tests/{name}" for name in (QUICK_TESTS if arguments.quick else EVERY_TEST)]
-    chosen = (arguments.pytest or chosen) + (["-k", f"not ({LONG})"] if arguments.quick else [])
-    settings = QUICK if arguments.quick else EVERY
+    given = parser.parse_args()
+    whole = given.pytest or (NUMBERS if given.quick else ["tests"])
+    alone = ALONE[:1] if given.quick else ALONE
+    plan = [(setting, whole) for setting in PROCESSORS] + [(setting, given.pytest or NUMBERS) for setting in alone]
     # What is set here already would be taken for this processor's own.
-    for name in {name for setting in EVERY for name in setting.variables}:
+    for name in {name for setting in (*PROCESSORS, *ALONE) for name in setting.variables}:
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory() as folder:
         usual = rounding(environment(Setting("usual"), Path(folder)))
         rows = []
-        for number, setting in enumerate(settings, 1):
-            print(f"[{number}/{len(settings)}] {setting.name}, threads: {setting.threads}", flush=True)
-            rows.append((setting, *run(setting, Path(folder), chosen, usual)))
+        for number, (setting, tests) in enumerate(plan, 1):
+            print(f"[{number}/{len(plan)}] {setting.name}, threads: {setting.threads}", flush=True)
+            rows.append((setting, *run(setting, Path(folder), tests, usual)))
             print(f"    {rows[-1][-1]}", flush=True)
     print(table(rows))
     sys.exit(any(failed for _, failed, _, _ in rows))
@@ -120,8 +115,8 @@ def run(setting: Setting, folder: Path, tests: list[str], usual: str) -> tuple[b
         return False, "", f"left out: {reason}"
     variables = environment(setting, folder)
     other = "as usual" if rounding(variables) == usual else "otherwise"
-    # Threads of two workers would fight for the same cores.
-    workers = "2" if setting.threads == 1 else "0"
+    # With more threads than that, those of two workers would fight for the same cores.
+    workers = "2" if setting.threads <= 2 else "0"
     command = [sys.executable, "-m", "pytest", "-n", workers, "-p", "no:cacheprovider", *tests]
     start = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
