@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml tests/programs/fetch_transformers_tests.py
 	touch $@
 
 # Else the first run would wait for it.
-$(VENV)/.compiled: $(VENV)/.ready modeling/scan/cpu/scan_cpu.cpp
+$(VENV)/.compiled: $(VENV)/.ready $(wildcard modeling/scan/cpu/*.h modeling/scan/cpu/*.cpp)
 	$(RUN) -m mamba3_nplr.modeling.scan.cpu.compiled
 	touch $@
 

@@ -182,7 +182,7 @@ def test_the_wheel_is_complete_and_claims_one_name(tmp_path):
     assert {name.partition("/")[0] for name in names} == {"mamba3_nplr"}
     expected = {f"mamba3_nplr/{path.name}" for path in (ROOT / "mamba3_nplr").glob("*.py")}
     for folder in ("configuration", "modeling", "datasets_scripts", "training"):
-        sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp")]
+        sources = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cpp", ".h")]
         expected |= {f"mamba3_nplr/{path.relative_to(ROOT)}" for path in sources}
     assert set(names) == expected
     origin = "import mamba3_nplr.modeling.scan.dispatch as scan; print(scan.__file__)"

@@ -1,4 +1,4 @@
-"""The scan on a processor by compiled code, as a torch operator with its gradient. `scan_cpu.cpp` does the work."""
+"""The scan on a processor by compiled code, as a torch operator with its gradient. `scan.h` does the work."""
 
 import torch
 

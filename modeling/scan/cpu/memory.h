@@ -1,0 +1,82 @@
+// Elements of tensors, and the buffers that they are worked on in.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+inline float value(BFloat16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+inline float value(float x) { return x; }
+inline double value(double x) { return x; }
+
+inline void put(float x, BFloat16& to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void put(float x, float& to) { to = x; }
+inline void put(double x, double& to) { to = x; }
+
+// Copies between memory and buffers, whose padding is set to zero.
+template <typename S, typename T>
+FORCE_INLINE inline void load(const S* from, int64_t count, T* to) {
+    const int64_t whole = std::is_same_v<S, T> ? count - count % kLanes<T> : 0;
+    for (int64_t i = 0; i < whole; i += kLanes<T>) std::memcpy(to + i, from + i, VECTOR_BYTES);
+    for (int64_t i = whole; i < count; ++i) to[i] = value(from[i]);
+    for (int64_t i = count; i < padded<T>(count); ++i) to[i] = T(0);
+}
+template <typename S, typename T>
+FORCE_INLINE inline void store(const T* from, int64_t count, S* to) {
+    const int64_t whole = std::is_same_v<S, T> ? count - count % kLanes<T> : 0;
+    for (int64_t i = 0; i < whole; i += kLanes<T>) std::memcpy(to + i, from + i, VECTOR_BYTES);
+    for (int64_t i = whole; i < count; ++i) put(from[i], to[i]);
+}
+
+// Aligned memory that starts as zeros and is given out in pieces.
+template <typename T>
+class Buffers {
+  public:
+    T* take(int64_t count) {
+        const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+        blocks.emplace_back(bytes / sizeof(T) + 64 / sizeof(T), T(0));
+        const auto address = reinterpret_cast<uintptr_t>(blocks.back().data());
+        return reinterpret_cast<T*>((address + 63) / 64 * 64);
+    }
+
+  private:
+    std::vector<std::vector<T>> blocks;
+};
+
+// A size that is known at compile time if Fixed is not 0.
+template <int64_t Fixed>
+struct Size {
+    int64_t given;
+    operator int64_t() const { return Fixed ? Fixed : given; }
+};
+
+// Rows of equal, padded length.
+template <typename T, int64_t Fixed = 0>
+struct Rows {
+    T* data;
+    Size<Fixed> stride;
+    Rows(Buffers<T>& buffers, int64_t count, int64_t stride) : data(buffers.take(count * stride)), stride{stride} {}
+    T* operator[](int64_t row) const { return data + row * stride; }
+};
+
+}  // namespace

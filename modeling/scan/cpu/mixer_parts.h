@@ -1,0 +1,177 @@
+// The arguments of the mixer, and what its work is put together from.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "functions.h"
+#include "memory.h"
+#include "segment.h"
+#include "vectors.h"
+#include "work.h"
+
+// The mixer between its projections. `projected` is (tokens, width) with columns z, x, B, C, dt, A, trap, angle; k is
+// (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all
+// else. Null pointers are options: without k there is no reflection, without B_weight the write is that of the delta
+// rule, without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no
+// gradient will be asked for. Gradients are written, not added.
+template <typename S, typename T>
+struct Mixer {
+    Layout layout;
+    int64_t tokens, width, heads, state, channels, pairs, threads, contractive, heavy_tail;
+    double a_min, epsilon;
+    const S *projected, *k, *beta;
+    const T *dt_bias, *A_bias, *B_weight, *B_bias, *C_weight, *C_bias, *D, *norm_weight, *h0, *B0, *u0, *phase0;
+    S* out;
+    T *h, *B, *u, *phase, *kept;
+    double* kept_phase;
+    const S* grad_out;
+    const T *grad_h, *grad_B, *grad_u, *grad_phase;
+    S *grad_projected, *grad_k, *grad_beta;
+    T *grad_dt_bias, *grad_A_bias, *grad_B_weight, *grad_B_bias, *grad_C_weight, *grad_C_bias, *grad_D;
+    T *grad_norm_weight, *grad_h0, *grad_B0, *grad_u0, *grad_phase0;
+};
+
+namespace {
+
+constexpr double kPi = 3.14159265358979323846;
+
+// Columns of `projected`.
+template <typename S, typename T>
+struct Columns {
+    explicit Columns(const Mixer<S, T>& a)
+        : u(a.heads * a.channels),
+          B(2 * u),
+          C(B + a.state),
+          dt(C + a.state),
+          A(dt + a.heads),
+          trap(A + a.heads),
+          angle(trap + a.heads) {}
+    int64_t z = 0, u, B, C, dt, A, trap, angle;
+};
+
+// Heads of a unit: some, so that what they share is computed once; fewer if there would be too few units for the
+// threads. It depends on the shape alone, as the order of sums does.
+template <typename S, typename T>
+int64_t heads_in_unit(const Mixer<S, T>& a) {
+    int64_t heads = 16;
+    while (heads > 1 && a.layout.rows * ((a.heads + heads - 1) / heads) < 32) heads /= 2;
+    return heads;
+}
+
+template <typename S, typename T>
+int64_t units_in_row(const Mixer<S, T>& a) {
+    return (a.heads + heads_in_unit(a) - 1) / heads_in_unit(a);
+}
+
+// Sums over tokens that the backward pass makes for each row and head: of a segment in X = T, of a row in double.
+template <typename T, typename X = T>
+struct HeadSums {
+    HeadSums(int64_t n, int64_t p, X* at = nullptr)
+        : size(padded<T>(3) + 2 * padded<T>(n) + padded<T>(p)),
+          scalars(at),
+          B_bias(at + padded<T>(3)),
+          C_bias(B_bias + padded<T>(n)),
+          norm_weight(C_bias + padded<T>(n)) {}
+    int64_t size;
+    X *scalars, *B_bias, *C_bias, *norm_weight;  // scalars: dt_bias, A_bias, D
+};
+
+// What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of
+// the token before the segment.
+template <typename S, typename T, int64_t N>
+class SharedSegment {
+  public:
+    SharedSegment(const Mixer<S, T>& mixer, Buffers<T>& memory)
+        : B(memory, kSegment + 1, padded<T>(mixer.state)),
+          C(memory, kSegment, padded<T>(mixer.state)),
+          omega(memory, kSegment + 1, padded<T>(mixer.pairs)),
+          grad_B(memory, kSegment, B.stride),
+          grad_C(memory, kSegment, B.stride),
+          grad_omega(memory, kSegment, omega.stride),
+          a(mixer),
+          columns(mixer),
+          B_weight(memory.take(B.stride)),
+          C_weight(memory.take(B.stride)) {
+        if (a.B_weight) load(a.B_weight, a.state, B_weight);
+        load(a.C_weight, a.state, C_weight);
+    }
+
+    void fill(int64_t row, int64_t start, int64_t steps) {
+        for (int64_t t = start ? -1 : 0; t < steps; ++t) {
+            const S* from = a.projected + a.layout.token(row, start + t) * a.width;
+            if (a.B_weight) normalise(from + columns.B, B_weight, B[t + 1]);
+            if (t < 0) continue;
+            normalise(from + columns.C, C_weight, C[t]);
+            load(from + columns.angle, a.pairs, omega[t]);
+            for (int64_t i = 0; i < a.pairs; i += kLanes<T>)
+                vec(omega[t] + i) = T(kPi) * hyperbolic_tangent(vec(omega[t] + i));
+        }
+    }
+
+    void clear_gradients() {
+        std::fill_n(grad_B.data, kSegment * grad_B.stride, T(0));
+        std::fill_n(grad_C.data, kSegment * grad_C.stride, T(0));
+        std::fill_n(grad_omega.data, kSegment * grad_omega.stride, T(0));
+    }
+
+    Rows<T, N> B, C;
+    Rows<T> omega;
+    Rows<T, N> grad_B, grad_C;
+    Rows<T> grad_omega;
+
+  private:
+    void normalise(const S* from, const T* weight, T* to) {
+        load(from, a.state, to);
+        Vector<T> squares{};
+        for (int64_t i = 0; i < B.stride; i += kLanes<T>) squares += vec(to + i) * vec(to + i);
+        const T scale = T(1) / std::sqrt(sum_lanes<T>(squares) / T(a.state) + T(a.epsilon));
+        for (int64_t i = 0; i < B.stride; i += kLanes<T>) vec(to + i) *= scale * vec(weight + i);
+    }
+
+    const Mixer<S, T>& a;
+    const Columns<S, T> columns;
+    T *B_weight, *C_weight;
+};
+
+// Rows of a segment for each head of a unit. What a head needs of one token lies far from what it needs of the next, so
+// that memory is read and written a token at a time, for all heads.
+template <typename T, int64_t Fixed>
+class HeadRows {
+  public:
+    HeadRows(Buffers<T>& memory, int64_t heads, int64_t stride)
+        : stride{stride}, data(memory.take(heads * (kSegment + 1) * stride)) {}
+    T* of_head(int64_t i) const { return data + i * (kSegment + 1) * stride; }
+    // From row `t` of each head, and to it, `count` numbers each.
+    template <typename S>
+    void load_token(const S* from, int64_t heads, int64_t count, int64_t t) {
+        for (int64_t i = 0; i < heads; ++i) load(from + i * count, count, of_head(i) + t * stride);
+    }
+    template <typename S>
+    void store_token(int64_t t, int64_t heads, int64_t count, S* to) const {
+        for (int64_t i = 0; i < heads; ++i) store(of_head(i) + t * stride, count, to + i * count);
+    }
+
+  private:
+    Size<Fixed> stride;
+    T* data;
+};
+
+// One number for each step of a segment, in whole vectors.
+template <typename T>
+struct PerStep {
+    alignas(64) T of[kSegment] = {};
+    T& operator[](int64_t t) { return of[t]; }
+    T operator[](int64_t t) const { return of[t]; }
+    template <typename F>
+    static PerStep from(F f) {
+        PerStep result;
+        for (int64_t t = 0; t < kSegment; t += kLanes<T>) vec(result.of + t) = f(t);
+        return result;
+    }
+    Vector<T> at(int64_t t) const { return vec(of + t); }
+};
+
+}  // namespace

@@ -1,0 +1,120 @@
+// Vectors of the processor's width, and sums over their lanes.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+namespace {
+
+// Small pieces whose arguments are vectors: called and not inlined, each would pass them through memory.
+#ifndef FORCE_INLINE
+#define FORCE_INLINE __attribute__((always_inline))
+#endif
+
+#ifndef VECTOR_BYTES
+#if defined(__AVX512F__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+#endif
+
+template <typename T>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+    typedef float Type __attribute__((vector_size(VECTOR_BYTES)));
+    typedef int32_t Integer __attribute__((vector_size(VECTOR_BYTES)));
+};
+template <>
+struct VectorOf<double> {
+    typedef double Type __attribute__((vector_size(VECTOR_BYTES)));
+};
+
+template <typename T>
+using Vector = typename VectorOf<T>::Type;
+template <typename T>
+constexpr int64_t kLanes = VECTOR_BYTES / sizeof(T);
+
+template <typename T>
+int64_t padded(int64_t size) {
+    return (size + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
+}
+
+template <typename T>
+Vector<T>& vec(T* at) {
+    return *reinterpret_cast<Vector<T>*>(at);
+}
+template <typename T>
+const Vector<T>& vec(const T* at) {
+    return *reinterpret_cast<const Vector<T>*>(at);
+}
+template <typename T>
+Vector<T> all(T x) {
+    return x - Vector<T>{};
+}
+
+// Lane l of the result adds a pair of lanes, of a where bit D of l is 0 and of b where it is 1.
+template <int D, typename V, size_t... l>
+V fold(V a, V b, std::index_sequence<l...>) {
+    constexpr size_t L = sizeof...(l);
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, (l & D ? L + (l & ~size_t(D)) : l)...) +
+           __builtin_shufflevector(a, b, (l & D ? L + l : l | D)...);
+#else
+    V result;
+    ((result[l] = l & D ? b[l & ~size_t(D)] + b[l] : a[l] + a[l | D]), ...);
+    return result;
+#endif
+}
+
+// Lane l of the result is lane l ^ D.
+template <int D, typename V, size_t... l>
+V exchange(V a, std::index_sequence<l...>) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, a, (l ^ D)...);
+#else
+    return V{a[l ^ D]...};
+#endif
+}
+
+template <typename T>
+using Lanes = std::make_index_sequence<kLanes<T>>;
+
+template <typename T>
+Vector<T> swap_pairs(Vector<T> a) {
+    return exchange<1>(a, Lanes<T>());
+}
+
+template <typename T, int D = kLanes<T> / 2>
+T sum_lanes(Vector<T> x) {
+    if constexpr (D == 0)
+        return x[0];
+    else
+        return sum_lanes<T, D / 2>(x + exchange<D>(x, Lanes<T>()));
+}
+
+// R sums over lanes at once, taken for as many rows as there are lanes: lane l of sums[i] belongs to row l.
+template <typename T, int R>
+struct Sums {
+    Vector<T> of[R];
+};
+
+template <typename T, int R, int Count, typename Row>
+FORCE_INLINE inline Sums<T, R> sum_rows(int64_t first, const Row& row) {
+    if constexpr (Count == 1) {
+        return row(first);
+    } else {
+        const Sums<T, R> a = sum_rows<T, R, Count / 2>(first, row);
+        const Sums<T, R> b = sum_rows<T, R, Count / 2>(first + Count / 2, row);
+        Sums<T, R> result;
+        for (int i = 0; i < R; ++i) result.of[i] = fold<Count / 2>(a.of[i], b.of[i], Lanes<T>());
+        return result;
+    }
+}
+
+}  // namespace
