@@ -96,7 +96,7 @@ benchmark-trainer: setup
 	$(RUN) benchmarks/trainer.py --out results/trainer.json
 
 kernels: setup
-	$(RUN) benchmarks/kernels.py
+	$(RUN) benchmarks/compile_kernels.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -9,13 +9,13 @@ measurement is a process of its own, since the libraries read these settings whe
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from record import add_out, heading, write_results
 
 SETTINGS = {
     "two threads, spinning": {"OMP_NUM_THREADS": "2"},
@@ -26,9 +26,8 @@ SETTINGS = {
 
 def measure(seconds: float) -> float:
     """Milliseconds of a training step at the S5 shape."""
-    from models import Trainee
-
     from mamba3_nplr.training.host_memory import keep_memory
+    from models import Trainee
 
     keep_memory()
     trainee, steps = Trainee("nplr", "S5"), 0
@@ -58,12 +57,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times a training step beside other work.")
     parser.add_argument("--turns", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=8.0, help="of a measurement (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/busy.json")
+    add_out(parser)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
         print(measure(given.seconds))
         return
+    print(heading(turns=given.turns), flush=True)
     cores = len(os.sched_getaffinity(0))
     found = {name: {0: [], cores: []} for name in SETTINGS}
     for _ in range(given.turns):
@@ -74,10 +74,10 @@ def main() -> None:
     print(f"| {cores} cores | quiet (ms) | beside {cores} busy loops (ms) | ratio |\n| --- | --- | --- | --- |")
     for name, times in found.items():
         quiet, busy = (statistics.median(x) for x in times.values())
-        results[name] = {"quiet_ms": quiet, "busy_ms": busy, "ratio": busy / quiet}
+        results[name] = {"variables": SETTINGS[name], "quiet_ms": quiet, "busy_ms": busy, "ratio": busy / quiet}
         print(f"| {name} | {quiet:.0f} | {busy:.0f} | {busy / quiet:.1f} |")
-    if given.out:
-        given.out.write_text(json.dumps({"cores": cores, "turns": given.turns, "results": results}, indent=2) + "\n")
+    settings = {"turns": given.turns, "seconds": given.seconds, "busy_loops": cores}
+    write_results(given.out, {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":

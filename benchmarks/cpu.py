@@ -13,7 +13,6 @@ costs the floor more than the compiled block.
 
 import argparse
 import copy
-import json
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS, Backend
 from mamba3_nplr.training.host_memory import keep_memory
+from memory import added_memory
+from record import add_out, heading, write_results
 
 SHAPES = {
     "S5": (64, 64, {}),
@@ -140,15 +141,7 @@ def print_peak_memory(shape: str, variant: str) -> None:
     measure(block, make_input(1, 16, fields))  # loads what is loaded once
     block.zero_grad()
     x = make_input(batch, length, fields)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = status("VmRSS")
-    measure(block, x)
-    print((status("VmHWM") - before) / 1024)
-
-
-def status(name: str) -> int:
-    """A number of kilobytes that Linux keeps of this process."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+    print(added_memory(lambda: measure(block, x)))
 
 
 def compare_blocks(shape: str, repeats: int, variants: list[str]) -> dict:
@@ -238,7 +231,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES, metavar="SHAPE")
     parser.add_argument("--leave_out", nargs="+", default=[], choices=(*SCANS[1:], *PEERS), metavar="VARIANT")
     parser.add_argument("--default_malloc", action="store_true", help="do not keep memory that is freed")
-    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/cpu.json")
+    add_out(parser)
     parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
     parser.add_argument("--peak_memory", nargs=2, metavar=("SHAPE", "VARIANT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -247,9 +240,8 @@ def main() -> None:
         print_peak_memory(*given.peak_memory)
         return
     kept = not given.default_malloc and keep_memory()
-    settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}
-    settings["keeps_memory"] = kept
-    print(", ".join(f"{name} {value}" for name, value in settings.items()), end="\n\n")
+    settings = {"repeats": given.repeats, "keeps_memory": kept}
+    print(heading(**settings))
     print("| shape | variant | forward (ms) | backward (ms) | ratio to floor | peak memory (MB) |")
     print("| --- | --- | --- | --- | --- | --- |")
     variants = [variant for variant in (*SCANS, *PEERS) if variant not in given.leave_out]
@@ -263,9 +255,7 @@ def main() -> None:
     print("\n| single step | microseconds |\n| --- | --- |")
     for name, microseconds in results["steps"].items():
         print(f"| {name} | {microseconds:.0f} |")
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(results, indent=2) + "\n")
+    write_results(given.out, results)
     if given.plot:
         draw(results, given.plot)
 

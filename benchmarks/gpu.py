@@ -10,10 +10,8 @@ without reflection against Mamba-3.
 
 import argparse
 import importlib.util
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from mamba3_nplr.modeling.scan.definition import ScanInputs
 from mamba3_nplr.modeling.scan.dispatch import scan
 from mamba3_nplr.modeling.scan.triton.operator import unavailable
+from record import add_out, heading, write_results
 
 # batch, length, heads, state, channels
 SHAPES = {
@@ -154,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Verifies the scan on a GPU, then times it.")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of u, B, C and k")
-    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/gpu.json")
+    add_out(parser)
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("This needs a CUDA or ROCm device, and there is none.")
@@ -163,7 +162,8 @@ def main() -> None:
         sys.exit(f"The Triton scan cannot run: {reason}.")
     dtype = getattr(torch, given.dtype)
     results, wrong = {}, []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {given.dtype}\n")
+    settings = {"device": torch.cuda.get_device_name(), "dtype": given.dtype}
+    print(heading(**settings))
     print("| shape | variant | deviation | forward (ms) | forward and backward (ms) |\n| --- | --- | --- | --- | --- |")
     for shape in given.shapes:
         for name, variant in VARIANTS.items():
@@ -179,10 +179,7 @@ def main() -> None:
             results.setdefault(shape, {})[name] = {"deviation": off} | times
             numbers = f"{times['forward_ms']:.3f} | {times['both_ms']:.3f}"
             print(f"| {shape} | {name} | {off:.1e} | {numbers} |", flush=True)
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "dtype": given.dtype}
-        given.out.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+    write_results(given.out, {"settings": settings, "results": results})
     if wrong:
         sys.exit("\n".join(["", *wrong]))
 

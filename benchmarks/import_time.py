@@ -1,12 +1,15 @@
 """
 What `import mamba3_nplr` costs beyond torch and transformers, and what the first use of a model does.
 
-    python benchmarks/import_time.py
+    python benchmarks/import_time.py [--repeats N] [--out results/import_time.json]
 """
 
+import argparse
 import statistics
 import subprocess
 import sys
+
+from record import add_out, heading, write_results
 
 MEASURE = """
 import time
@@ -26,11 +29,18 @@ def measure() -> tuple[float, float]:
     return imported, used
 
 
-def main(repeats: int = 5) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times the import of the package and the first use of a model.")
+    parser.add_argument("--repeats", type=int, default=5, help="processes that count (default: %(default)s)")
+    add_out(parser)
+    given = parser.parse_args()
+    print(heading(repeats=given.repeats))
     measure()  # fills the file cache
-    imported, used = zip(*(measure() for _ in range(repeats)), strict=True)
-    print(f"import mamba3_nplr: {1000 * statistics.median(imported):.1f} ms (median of {repeats})")
-    print(f"first use of a model class: {1000 * statistics.median(used):.1f} ms, nearly all of it in transformers")
+    imported, used = zip(*(measure() for _ in range(given.repeats)), strict=True)
+    results = {"import_ms": 1000 * statistics.median(imported), "first_use_ms": 1000 * statistics.median(used)}
+    print(f"import mamba3_nplr: {results['import_ms']:.1f} ms")
+    print(f"first use of a model class: {results['first_use_ms']:.1f} ms, nearly all of it in transformers")
+    write_results(given.out, {"settings": {"repeats": given.repeats}, "results": results})
 
 
 if __name__ == "__main__":

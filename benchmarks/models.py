@@ -9,10 +9,8 @@ memory is what a step adds at its peak to the resident memory before it, gradien
 
 import argparse
 import ctypes
-import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -20,6 +18,8 @@ from transformers import AutoConfig
 import mamba3_nplr
 from mamba3_nplr.configuration import presets
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from memory import added_memory
+from record import add_out, heading, write_results
 
 REFERENCE = "nplr"
 # Beside the models of the paper, what norms and residual connection around a block cost.
@@ -63,16 +63,7 @@ class Trainee:
 def peak_memory(trainee: Trainee) -> float:
     """Megabytes that a step adds to the resident memory at its peak."""
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
-    before = resident("VmRSS")
-    trainee.step()
-    return (resident("VmHWM") - before) / 1024
-
-
-def resident(field: str) -> int:
-    """A field of the kernel's account of this process, in kilobytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+    return added_memory(trainee.step)
 
 
 def measure(shape: str, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
@@ -98,10 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times a training step of each model of the paper.")
     parser.add_argument("--repeats", type=int, default=7, help="turns that count (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="some of them only")
-    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/models.json")
+    add_out(parser)
     given = parser.parse_args()
     names = [REFERENCE, *(name for name in given.models if name != REFERENCE)]
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {given.repeats}\n")
+    print(heading(repeats=given.repeats))
     print("| shape | model | step (ms) | ratio to NPLR | peak memory (MB) | parameters | state |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     results = {}
@@ -110,10 +101,7 @@ def main() -> None:
         for name, row in results[shape].items():
             numbers = f"{row['step_ms']:.1f} | {row['ratio']:.2f} | {row['peak_mb']:.0f}"
             print(f"| {shape} | {name} | {numbers} | {row['parameters']:,} | {row['state']:,} |", flush=True)
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}
-        given.out.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+    write_results(given.out, {"settings": {"repeats": given.repeats}, "results": results})
 
 
 if __name__ == "__main__":

@@ -11,11 +11,9 @@ both sides.
 """
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import transformers
@@ -26,6 +24,7 @@ from mamba3_nplr.training.batches import FreshBatches
 from mamba3_nplr.training.evaluate_checkpoint import auto_class
 from mamba3_nplr.training.host_memory import keep_memory
 from mamba3_nplr.training.trainer import ResumableTrainer
+from record import add_out, heading, write_results
 
 # No curriculum: every update has the paper's full shape.
 SHAPES = {
@@ -100,10 +99,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Times the training program against a bare loop.")
     parser.add_argument("--updates", type=int, default=40, help="updates of a run (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="turns (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="JSON file to write, such as results/trainer.json")
+    add_out(parser)
     given = parser.parse_args()
     keep_memory()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {given.repeats}\n", flush=True)
+    settings = {"updates": given.updates, "repeats": given.repeats}
+    print(heading(**settings), flush=True)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for shape, arguments in SHAPES.items():
@@ -111,11 +111,7 @@ def main() -> None:
     print("| shape | bare loop (ms) | train_hf.py (ms) | ratio |\n| --- | --- | --- | --- |")
     for shape, row in results.items():
         print(f"| {shape} | {row['bare_ms']:.1f} | {row['trainer_ms']:.1f} | {row['ratio']:.3f} |")
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"torch": torch.__version__, "threads": torch.get_num_threads(), "repeats": given.repeats}
-        settings["updates"] = given.updates
-        given.out.write_text(json.dumps({"settings": settings, "results": results}, indent=2) + "\n")
+    write_results(given.out, {"settings": settings, "results": results})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+
 from table import read_runs
 
 

@@ -1,7 +1,7 @@
 """
 Compiles every Triton kernel of the scan for real GPUs, with no GPU at hand, and prints what each one needs.
 
-    python benchmarks/kernels.py [--record] [--targets sm_90 gfx942] [--out results/kernels.json]
+    python benchmarks/compile_kernels.py [--record] [--targets sm_90 gfx942] [--out results/kernels.json]
 
 It fails if a kernel does not compile, or keeps more bytes outside of its registers than `results/kernels.json` says.
 Bytes and operations a token and head are counted from the algorithm, not measured.
@@ -31,6 +31,7 @@ from mamba3_nplr.modeling.scan.triton.launch import (
     make_settings,
     warps,
 )
+from record import write_results
 
 RECORD = Path(__file__).parent.parent / "results" / "kernels.json"
 TARGETS = {
@@ -208,8 +209,7 @@ def main() -> None:
         every_wrong += wrong
         if given.record:
             recorded[name] = results
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps({"triton": triton.__version__, "kernels": recorded}, indent=1) + "\n")
+            write_results(given.out, {"triton": triton.__version__, "kernels": recorded})
     if every_wrong:
         sys.exit("\n".join(["", *every_wrong]))
 
