@@ -1,9 +1,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
+BENCHMARKS := busy cpu data gpu import_time models trainer
 
-.PHONY: setup test test-slow test-paths test-paths-quick fuzz campaign quality format data publish train sanity results kernels \
-	benchmark-busy benchmark-cpu benchmark-data benchmark-models benchmark-trainer clean
+.PHONY: setup test test-slow test-paths test-paths-quick fuzz campaign quality format data publish train sanity results kernels clean \
+	$(BENCHMARKS:%=benchmark-%)
+# Made again whenever they are asked for.
+.PHONY: results/main.json results/sanity.json results/kernels.json $(BENCHMARKS:%=results/%.json)
 
 setup: $(VENV)/.ready $(VENV)/.compiled
 
@@ -55,12 +58,30 @@ data: setup
 	$(RUN) -m mamba3_nplr.datasets_scripts.build data
 
 # The main job: three models on the word problem of S5, the same training for each, on 128 of the 512 test words.
+COMPARE_main := --models mamba3 nplr nplr_exact --task s5_generators --preset quick \
+	--task.test_lengths '[64,128,512,2048,8192]' --task.test_size 128
+
 train: setup
-	$(RUN) train_hf.py compare --models mamba3 nplr nplr_exact --task s5_generators --preset quick \
-		--task.test_lengths '[64,128,512,2048,8192]' --task.test_size 128 --out runs/main
+	$(RUN) train_hf.py compare $(COMPARE_main) --out runs/main
+
+# Every model on short words with the same small budget.
+COMPARE_sanity := --models mamba3 mamba3_2 mamba3_4 nplr nplr_norope nplr_exact deltanet gdn deltaproduct_2 \
+	deltaproduct_4 gdp_2 gdp_4 ids4 --task s5_generators --preset quick --task.length 16 --task.start_length 16 \
+	--task.batch_size 32 --task.total_steps 500 --task.test_lengths '[16]'
+
+sanity: results/sanity.json
+
+results/sanity.json: export OMP_NUM_THREADS := 1
+
+# From the first update, in a folder of their own: what an earlier version has trained would be taken for finished.
+results/main.json results/sanity.json: results/%.json: setup
+	rm -rf runs/results/$*
+	$(RUN) train_hf.py compare $(COMPARE_$*) --out runs/results/$*
+	cp runs/results/$*/comparison.json $@
 
 # One run of the paper, such as results/runs/s5_generators-nplr-seed0.json, or with other settings
-# results/runs/z5-nplr-seed0-beta_bias_init-2.json OPTIONS='--model.beta_bias_init -2'; stopped, it goes on where it was.
+# results/runs/z5-nplr-seed0-beta_bias_init-2.json OPTIONS='--model.beta_bias_init -2'. Stopped, it goes on where it was;
+# one that is there already is made again only after it was deleted.
 results/runs/%.json: | setup
 	$(RUN) train_hf.py --task $(word 1,$(subst -, ,$*)) --model $(word 2,$(subst -, ,$*)) --preset paper \
 		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint \
@@ -68,35 +89,26 @@ results/runs/%.json: | setup
 	mkdir -p $(@D)
 	cp runs/paper/$*/results.json $@
 
-# Every model on short words with the same small budget.
-sanity: setup
-	OMP_NUM_THREADS=1 $(RUN) train_hf.py compare --models mamba3 mamba3_2 mamba3_4 nplr nplr_norope nplr_exact deltanet \
-		gdn deltaproduct_2 deltaproduct_4 gdp_2 gdp_4 ids4 --task s5_generators --preset quick --task.length 16 \
-		--task.start_length 16 --task.batch_size 32 --task.total_steps 500 --task.test_lengths '[16]' --out runs/sanity
-	cp runs/sanity/comparison.json results/sanity.json
-
+# The pages and pictures of what is there.
 results: setup
 	$(RUN) results/table.py > results/README.md
 	$(RUN) results/curves.py z5 results/z5.png
 	$(RUN) -m mamba3_nplr.training.comparison results/main.json docs/comparison.png
 
-benchmark-cpu: setup
-	$(RUN) benchmarks/cpu.py --out results/cpu.json --plot docs/cpu.png
+# Each has two names, such as benchmark-cpu and results/cpu.json.
+OPTIONS_cpu := --plot docs/cpu.png
 
-benchmark-busy: setup
-	$(RUN) benchmarks/busy.py --out results/busy.json
+$(BENCHMARKS:%=benchmark-%): benchmark-%: results/%.json
 
-benchmark-data: setup
-	$(RUN) benchmarks/data.py
+$(BENCHMARKS:%=results/%.json): results/%.json: setup
+	$(RUN) benchmarks/$*.py --out $@ $(OPTIONS_$*)
 
-benchmark-models: setup
-	$(RUN) benchmarks/models.py --out results/models.json
-
-benchmark-trainer: setup
-	$(RUN) benchmarks/trainer.py --out results/trainer.json
-
+# Compiles the kernels and compares with what is recorded; the second records.
 kernels: setup
 	$(RUN) benchmarks/compile_kernels.py
+
+results/kernels.json: setup
+	$(RUN) benchmarks/compile_kernels.py --record --out $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,5 +1,5 @@
 """
-The runs in results/runs beside the paper's figures, as Markdown.
+The runs in results/runs beside the paper's figures, and what makes each file in results/, as Markdown.
 
     python results/table.py > results/README.md
 """
@@ -32,10 +32,28 @@ SHELL_TASKS = {"shell": 0, "shell_curriculum": 1}
 
 INTRODUCTION = """# Results
 
-In per cent: ours (mean over seeds, and how many) and, after the slash, the paper's, where it has the figure. Each file
-in `runs/` holds one run with all its figures, the command that made it and the versions it ran with;
-`make results/runs/TASK-MODEL-seedSEED.json` makes one with the `paper` preset, `make results` this page.
+In per cent: ours (the mean over seeds, with their number if there are several) and, after the slash, the paper's figure
+where it has one. Each file in `runs/` holds one run with all its figures, the command that made it and the versions it
+ran with. The [other files](#the-files-of-this-folder) are listed at the end.
 """
+
+# Every file in this folder but the programs: what makes it, and what it is.
+FILES = {
+    "README.md": ("make results", "this page; with `docs/comparison.png`"),
+    "z5.png": ("make results", "the loss of the runs on Z5"),
+    "runs/TASK-MODEL-seedSEED.json": ("make results/runs/TASK-MODEL-seedSEED.json", "one run with the `paper` preset"),
+    "main.json": ("make results/main.json", "the comparison in the README of the repository"),
+    "sanity.json": ("make results/sanity.json", "every model on short words"),
+    "cpu.json": ("make results/cpu.json", "the block on a processor with each scan; with `docs/cpu.png`"),
+    "models.json": ("make results/models.json", "a training step of each model"),
+    "trainer.json": ("make results/trainer.json", "the training program beside a bare loop"),
+    "busy.json": ("make results/busy.json", "a training step beside other work"),
+    "data.json": ("make results/data.json", "batches beside training steps, and the reader of columns"),
+    "import_time.json": ("make results/import_time.json", "the import of the package"),
+    "gpu.json": ("make results/gpu.json", "the scan on a GPU, which it needs"),
+    "kernels.json": ("make results/kernels.json", "registers and spills of the Triton kernels, compiled"),
+    "paper.json": (None, "the figures of the paper, copied by hand"),
+}
 
 
 def read_runs() -> dict[tuple[str, str], dict[str, list[dict]]]:
@@ -108,6 +126,30 @@ def swaps_table(task: str, title: str, models: dict[str, list[dict]], paper: dic
     return f"## {title}, success by number of swaps (standard episodes)\n\n" + "\n".join(lines)
 
 
+def origin(name: str) -> str:
+    """What a file was measured on and with which code, as far as it says so."""
+    if not (HERE / name).exists():
+        return "not measured yet"
+    content = json.loads((HERE / name).read_text(encoding="utf-8"))
+    # A comparison says it of each model.
+    parts = [part for part in (content, *content.values()) if isinstance(part, dict)]
+    found = next((part["environment"] for part in parts if "environment" in part), None)
+    if found is None:
+        return "not recorded"
+    git = found["git"]
+    revision = f"revision {git[:10]}{'+' * git.endswith('+')}" if git else "no revision"
+    return f"{found.get('processor') or found['machine']}, torch {found['torch']}, {revision}"
+
+
+def files_table() -> str:
+    lines = ["| file | made by | what it is | measured on |", "| --- | --- | --- | --- |"]
+    for name, (command, description) in FILES.items():
+        measured = command == f"make results/{name}" and "TASK" not in name
+        made_by = f"`{command}`" if command else ""
+        lines.append(f"| `{name}` | {made_by} | {description} | {origin(name) if measured else ''} |")
+    return "## The files of this folder\n\n" + "\n".join(lines)
+
+
 def main() -> None:
     paper = json.loads((HERE / "paper.json").read_text(encoding="utf-8"))
     parts = [INTRODUCTION]
@@ -116,6 +158,7 @@ def main() -> None:
         parts.append(task_table(task, title, models, paper))
         if task in SHELL_TASKS:
             parts.append(swaps_table(task, title, models, paper))
+    parts.append(files_table())
     print("\n\n".join(part.strip() for part in parts))
 
 

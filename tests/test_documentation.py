@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import textwrap
 
 import numpy as np
@@ -87,6 +89,25 @@ def test_links_lead_somewhere(page):
         if heading:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings], target
+
+
+def test_every_result_is_listed_with_the_command_that_makes_it():
+    page = ROOT / "results" / "README.md"
+    listed = dict(re.findall(r"^\| `([^`]+)` \| (?:`([^`]+)`)?", page.read_text(encoding="utf-8"), re.MULTILINE))
+    files = {path.name for path in page.parent.iterdir() if path.suffix not in ("", ".py")}
+    assert files <= set(listed)
+    assert [name for name, command in listed.items() if not command] == ["paper.json"]
+    for name, command in listed.items():
+        if command:
+            name, command = (x.replace("TASK-MODEL-seedSEED", "z5-nplr-seed7") for x in (name, command))
+            planned = subprocess.run([*command.split(), "-n"], cwd=ROOT, capture_output=True, text=True, check=True)
+            assert f"results/{name}" in planned.stdout, command
+
+
+def test_the_page_of_results_is_that_of_the_files():
+    command = [sys.executable, str(ROOT / "results" / "table.py")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == (ROOT / "results" / "README.md").read_text(encoding="utf-8"), "make results writes it again"
 
 
 def test_the_readme_is_read_in_one_sitting():
