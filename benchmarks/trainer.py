@@ -5,9 +5,9 @@ What the training program costs over a bare loop on the same model and data, at 
 
 A bare loop is: make the batch, forward, backward, clip, optimizer, schedule. Both run the same number of updates from
 the same weights and take turns, so that a noisy machine slows them alike; ratios are medians over the turns. The
-program runs as it does in training, with its checks and a log entry every ten updates, oftener than in the presets;
-both keep the memory they free. Checkpoints and evaluations, which cost as often as one asks for them, are left out on
-both sides.
+program runs as it does in training, with its checks and a log entry every ten updates, more often than in the presets;
+both keep the memory they free. Checkpoints and evaluations, whose cost depends on how often they are made, are skipped
+on both sides.
 """
 
 import argparse

@@ -1,10 +1,12 @@
 """The Python examples of the README and of every page in docs/ run, page by page, with a Hub to push to."""
 
 import json
+import pkgutil
 import re
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from helpers.hub_server import HubServer
 from helpers.places import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("mamba3_nplr", "configuration", "modeling", "datasets_scripts", "training")
 
 # Each page has a namespace and a folder of its own, so that it can be read, and tried, alone.
 SESSION = textwrap.dedent(
@@ -89,6 +92,28 @@ def test_links_lead_somewhere(page):
         if heading:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert heading in [re.sub(r"[^\w -]", "", x).lower().replace(" ", "-") for x in headings], target
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+def test_files_and_modules_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    places = "|".join((*FOLDERS, "benchmarks", "docs", "results", "tests"))
+    for name in re.findall(rf"(?<![\w/.])(?:{places})/[\w/.-]+\.\w+", text):
+        assert (ROOT / name).exists() or name.startswith("results/runs/"), name
+    for name in re.findall(r"\bmamba3_nplr(?:\.\w+)+", text):
+        assert pkgutil.resolve_name(name), name
+
+
+def test_commands_that_sources_name_exist():
+    folders = [ROOT / folder for folder in (*FOLDERS, "benchmarks", "results", "tests")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    for path in (*sources, ROOT / "train_hf.py", ROOT / "Makefile"):
+        text = path.read_text(encoding="utf-8")
+        modules = re.findall(r"-m (mamba3_nplr(?:\.\w+)+)", text)
+        programs = re.findall(r"python ((?:benchmarks|results|tests)/[\w/]+\.py)", text)
+        missing = [name for name in modules if find_spec(name) is None]
+        missing += [name for name in programs if not (ROOT / name).exists()]
+        assert not missing, path
 
 
 def test_every_result_is_listed_with_the_command_that_makes_it():

@@ -1,7 +1,7 @@
 """
 Several models on one task, side by side: a table and a picture.
 
-    python -m mamba3_nplr.datasets_scripts.comparison COMPARISON.json PICTURE.png
+    python -m mamba3_nplr.training.comparison COMPARISON.json PICTURE.png
 
 draws what `train_hf.py compare` has found.
 """
@@ -119,7 +119,7 @@ def task_of(summaries: dict[str, dict]) -> Task:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m mamba3_nplr.datasets_scripts.comparison",
+        prog="python -m mamba3_nplr.training.comparison",
         description="Draws what train_hf.py compare has found.",
     )
     parser.add_argument("found", metavar="COMPARISON.json", type=Path, help="as train_hf.py compare writes it")

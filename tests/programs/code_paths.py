@@ -1,12 +1,12 @@
 """
-Runs the tests as on other processors: matrix products, sums and elementary functions round otherwise there.
+Runs the tests as on other processors: matrix products, sums and elementary functions round differently there.
 
     python tests/programs/code_paths.py            # make test-paths: all tests on whole processors, then those of
                                                    # numbers with each library's setting alone
     python tests/programs/code_paths.py --quick    # make test-paths-quick: whole processors, the tests of numbers
 
 The libraries choose their code when they are loaded, so each setting is a process of its own. What a processor cannot
-run is left out, and said.
+run is skipped, with the reason.
 """
 
 import argparse
@@ -112,9 +112,9 @@ def run(setting: Setting, folder: Path, tests: list[str], usual: str) -> tuple[b
     """Whether it failed, how it rounds, and what came out."""
     reason = why_not(setting)
     if reason:
-        return False, "", f"left out: {reason}"
+        return False, "", f"skipped: {reason}"
     variables = environment(setting, folder)
-    other = "as usual" if rounding(variables) == usual else "otherwise"
+    other = "as usual" if rounding(variables) == usual else "differently"
     # With more threads than that, those of two workers would fight for the same cores.
     workers = "2" if setting.threads <= 2 else "0"
     command = [sys.executable, "-m", "pytest", "-n", workers, "-p", "no:cacheprovider", *tests]

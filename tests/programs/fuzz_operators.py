@@ -1,7 +1,7 @@
 """
 Random calls, most of them wrong, of every compiled operator and of what calls them, under the sanitizers.
 
-    python tests/programs/fuzz_operators.py --calls 2000 --seed 0
+    PYTHONPATH=tests python tests/programs/fuzz_operators.py --calls 2000 --seed 0
 
 A call ends in one of three ways: it is refused with an error, it returns what the definition returns for the same
 arguments, or it is a fault: another result, a right call that is refused, or the end of the process. Prints how many

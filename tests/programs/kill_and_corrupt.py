@@ -3,7 +3,7 @@ Kills training runs at random moments and damages their files at random. Whateve
 the same bits and the same files as one that nothing has disturbed, or it is refused with a sentence; and nothing that
 was damaged is published.
 
-    python tests/kill_and_corrupt.py [--kills N] [--damages N] [--seed N]
+    PYTHONPATH=tests python tests/programs/kill_and_corrupt.py [--kills N] [--damages N] [--seed N]
 
 Each run is a process that is forked off after torch has been imported, so that one takes a second and not six.
 """

@@ -1,4 +1,4 @@
-"""A short training run by Trainer, for test_training.py to start with one process or several."""
+"""A short training run by Trainer, for test_trainer_loss.py to start with one process or several."""
 
 import json
 import sys

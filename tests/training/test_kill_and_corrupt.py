@@ -1,4 +1,4 @@
-"""A short form of the campaign of kills and damages; `python tests/kill_and_corrupt.py` is the long one."""
+"""A short form of the campaign of kills and damages; `make campaign` is the long one."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 """
 What the compiled operators share: their namespace, their library, and how tensors reach it.
 
-    python -m mamba3_nplr.modeling.cpu_operator
+    python -m mamba3_nplr.modeling.scan.cpu.compiled
 
 compiles ahead what would be compiled on first use, for all precisions.
 """
