@@ -80,8 +80,8 @@ results/main.json results/sanity.json: results/%.json: setup
 	cp runs/results/$*/comparison.json $@
 
 # One run of the paper, such as results/runs/s5_generators-nplr-seed0.json, or with other settings
-# results/runs/z5-nplr-seed0-beta_bias_init-2.json OPTIONS='--model.beta_bias_init -2'. Stopped, it goes on where it was;
-# one that is there already is made again only after it was deleted.
+# results/runs/z5-nplr-seed0-beta_bias_init-2.json OPTIONS='--model.beta_bias_init -2'. A run that was stopped
+# resumes; a file that exists is made again only after it was deleted.
 results/runs/%.json: | setup
 	$(RUN) train_hf.py --task $(word 1,$(subst -, ,$*)) --model $(word 2,$(subst -, ,$*)) --preset paper \
 		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint \

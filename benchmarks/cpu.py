@@ -4,8 +4,8 @@ The block on a processor with each implementation of the scan, beside its floor 
     python benchmarks/cpu.py [--repeats N] [--out results/cpu.json] [--plot docs/cpu.png]
 
 All variants take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
-floor is the block in eager torch with the scan replaced by the identity, which still asks for every gradient: what is
-left are the projections and the coefficients. `floor_pruned` asks for that of u alone, so that torch leaves out the
+floor is the block in eager torch with the scan replaced by the identity, which still asks for every gradient: what
+remains are the projections and the coefficients. `floor_pruned` asks for that of u alone, so that torch skips the
 backward pass of the coefficients, and of one projection too. Peak memory is that of a pass in a process of its own.
 The process keeps the memory that it frees, as train_hf.py does; `--default_malloc` leaves that to the system, which
 costs the floor more than the compiled block.

@@ -24,8 +24,8 @@ from record import add_out, heading, write_results
 REFERENCE = "nplr"
 # Beside the models of the paper, what norms and residual connection around a block cost.
 BARE = presets.ModelPreset("mamba3_nplr", {"block_norm": "none", "residual": False, "output_norm": True})
-PRESETS = presets.MODELS | {"nplr_bare": BARE}
-MODELS = [REFERENCE, *(name for name in PRESETS if name != REFERENCE)]
+MODELS = presets.MODELS | {"nplr_bare": BARE}
+NAMES = [REFERENCE, *(name for name in MODELS if name != REFERENCE)]
 # The task whose batches are trained on, and the head that it needs.
 SHAPES = {"S5": ("s5_generators", "ForSequenceClassification"), "shell": ("shell", "ForBehaviorCloning")}
 LAST_STEP = 59_999  # where the length of words has grown to 64
@@ -37,7 +37,7 @@ class Trainee:
     def __init__(self, name: str, shape: str):
         task_name, head = SHAPES[shape]
         task = make_task(task_name)
-        preset = PRESETS[name]
+        preset = MODELS[name]
         config = AutoConfig.for_model(preset.model_type, **(preset.fields | task.model_fields))
         model_class = getattr(mamba3_nplr, type(config).__name__.removesuffix("Config") + head)
         self.model = model_class(config).train()
@@ -88,7 +88,7 @@ def measure(shape: str, names: list[str], repeats: int) -> dict[str, dict[str, f
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times a training step of each model of the paper.")
     parser.add_argument("--repeats", type=int, default=7, help="turns that count (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="some of them only")
+    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="some of them only")
     add_out(parser)
     given = parser.parse_args()
     names = [REFERENCE, *(name for name in given.models if name != REFERENCE)]

@@ -37,7 +37,7 @@ TRANSFORMERS_KEYWORDS = frozenset(
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `low` to `high`; `above` leaves out the first of the two, `below` the second."""
+    """The numbers from `low` to `high`; `above` excludes the first of the two, `below` the second."""
 
     low: float
     high: float
@@ -74,9 +74,9 @@ class SequenceModelConfig(PreTrainedConfig):
         observation_size (`int`, defaults to 16): Numbers in an observation.
         action_size (`int`, defaults to 2): Numbers in an action.
         cue_weight (`float`, defaults to 1): Weight in the behaviour-cloning loss of the frames with a cue on: those
-            whose last observed number is above one half. At 1 nothing is a cue, and all frames weigh alike.
+            whose last observed number is above one half. At 1 nothing is a cue, and all frames count equally.
         episode_loss (`bool`, defaults to `False`): Whether each episode's loss is divided by its own length before
-            the mean over episodes, instead of weighing all frames alike.
+            the mean over episodes, instead of counting all frames equally.
         label_smoothing (`float`, defaults to 0.0): Label smoothing of the classification losses.
         token_names (`list[str]`, *optional*): Names of the tokens in order, by which pipelines read words as text.
         norm_eps (`float`, defaults to 1e-5): Added to the variance in all norms.
@@ -94,8 +94,8 @@ class SequenceModelConfig(PreTrainedConfig):
     # added to what the block was given. A family may make fields of these.
     block_norm = "layer_norm"
     residual = True
-    # What the numbers may be, by the names of their fields; a family adds its own. At both ends of those that are no
-    # sizes a new model still has finite losses and gradients.
+    # What the numbers may be, by the names of their fields; a family adds its own. At both ends of those that are not
+    # sizes, a new model still has finite losses and gradients.
     ranges = {
         "vocab_size": SIZE,
         "num_hidden_layers": LISTED,

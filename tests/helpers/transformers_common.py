@@ -2,7 +2,7 @@
 transformers' own tests for any model, made importable: `ModelTesterMixin`, `ConfigTester`.
 
 `make setup` downloads them. They are loaded as the package `transformers_tests`; what they import from folders that the
-source distribution leaves out is replaced by stand-ins.
+source distribution lacks is replaced by stand-ins.
 """
 
 import sys

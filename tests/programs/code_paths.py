@@ -89,7 +89,7 @@ print(digest.hexdigest())
 def main():
     parser = argparse.ArgumentParser(description=__doc__.strip().partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the tests of numbers only, without the longest")
-    parser.add_argument("pytest", nargs="*", metavar="TESTS", help="files or names of tests in place of the usual ones")
+    parser.add_argument("pytest", nargs="*", metavar="TESTS", help="files or names of tests instead of the usual ones")
     given = parser.parse_args()
     whole = given.pytest or (NUMBERS if given.quick else ["tests"])
     alone = ALONE[:1] if given.quick else ALONE
@@ -145,7 +145,7 @@ def why_not(setting: Setting) -> str | None:
 def environment(setting: Setting, folder: Path) -> dict[str, str]:
     from mamba3_nplr.modeling.scan.cpu.library import compiler, words_of
 
-    # Threads that spin while they wait for each other would take for ever beside other work.
+    # Threads that spin while they wait for each other would take forever beside other work.
     found = os.environ | {"OMP_NUM_THREADS": str(setting.threads), "GOMP_SPINCOUNT": "1000"} | setting.variables
     if compiler() and "MKL_ENABLE_INSTRUCTIONS" in setting.variables:
         library = folder / "intel.so"

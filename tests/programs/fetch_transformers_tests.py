@@ -35,7 +35,7 @@ def extract(archive: Path, target: Path) -> None:
             sys.exit(f"{archive.name} holds no tests/ folder.")
         tar.extractall(folder, members=members, filter="data")
         [unpacked] = Path(folder).glob("*/tests")
-        # Left out of source distributions; the tests look for it beside them.
+        # Not in source distributions; the tests look for it beside them.
         (unpacked / "__init__.py").touch()
         unpacked.rename(target)
 

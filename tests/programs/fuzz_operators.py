@@ -5,7 +5,8 @@ Random calls, most of them wrong, of every compiled operator and of what calls t
 
 A call ends in one of three ways: it is refused with an error, it returns what the definition returns for the same
 arguments, or it is a fault: another result, a right call that is refused, or the end of the process. Prints how many
-there were of each, and fails if there was a fault. The calls are made in another process, which goes on behind a crash.
+there were of each, and fails if there was a fault. The calls are made in another process, which is started again after
+a crash.
 """
 
 import argparse
