@@ -3,6 +3,7 @@
 import json
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -114,6 +115,24 @@ def test_commands_that_sources_name_exist():
         missing = [name for name in modules if find_spec(name) is None]
         missing += [name for name in programs if not (ROOT / name).exists()]
         assert not missing, path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_make_has_the_targets_that_a_page_names(page):
+    text = page.read_text(encoding="utf-8")
+    targets = re.findall(r"^make ([\w/.-]+)", "\n".join(blocks(page, "bash")), re.MULTILINE)
+    for target in {*targets, *re.findall(r"`make ([\w/.-]+)", text)}:
+        subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, check=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_trainings_that_a_page_names_could_start(page, tmp_path, monkeypatch):
+    """Those of one process that need no file; only their arguments are looked at."""
+    from mamba3_nplr.training.arguments import parse_run
+
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(r"^python train_hf.py (--(?!config).*)", "\n".join(blocks(page, "bash")), re.MULTILINE):
+        assert parse_run(shlex.split(line, comments=True)).args.max_steps
 
 
 def test_every_result_is_listed_with_the_command_that_makes_it():
