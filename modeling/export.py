@@ -11,7 +11,6 @@ import argparse
 import copy
 import warnings
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,11 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from transformers import AutoConfig
 
+from .families import FAMILIES, HEADS, load, own_name
 from .recurrent_cache import LayerStates
-from .registration import FAMILIES
 
 SEQUENCE_FILE, STEP_FILE, STATE_FILE = "sequence.onnx", "step.onnx", "initial_state.npz"
 INPUTS = {"tokens": "input_ids", "observations": "observations", "embeddings": "inputs_embeds"}
-# By the attribute that holds the head of a model: the name of what the head gives, and of its size.
-HEADS = {"action_head": ("actions", "action_size"), "score": ("logits", "num_labels")}
 # What a graph is traced with. Sizes of 0 and 1 would be taken for fixed.
 BATCH, LENGTH = 2, 3
 
@@ -123,8 +120,7 @@ class ExportedModule(nn.Module):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None):
         super().__init__()
-        head = next((name for name in HEADS if hasattr(model, name)), None)
-        if head is None:
+        if not hasattr(model, "head_name"):
             raise ValueError(
                 f"{type(model).__name__} cannot be exported; it must be a policy (...ForBehaviorCloning) or a "
                 "classifier (...ForSequenceClassification or ...ForTokenClassification)."
@@ -135,11 +131,10 @@ class ExportedModule(nn.Module):
             )
         self.dtype = dtype or torch.promote_types(model.dtype, torch.float32)
         model = copy.deepcopy(model).to("cpu", self.dtype).eval().requires_grad_(False)
-        self.model, self.head, self.config = model.model, getattr(model, head), model.config
+        self.model, self.head, self.config = model.model, getattr(model, model.head_name), model.config
         self.config.scan_backend = "reference"
         self.input_name = INPUTS[self.config.input_type]
-        self.output_name, size = HEADS[head]
-        self.output_size = getattr(self.config, size)
+        self.output_name, self.output_size = model.output_name, model.output_size
 
     def run(self, inputs: torch.Tensor, states: LayerStates | None) -> torch.Tensor:
         """Inputs (batch, length, ...) to outputs (batch, length, ...), and `states` to those after the inputs."""
@@ -220,20 +215,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     try:
         require_onnx()
-        export_onnx(load(given.checkpoint), given.out)
+        export_onnx(load_model(given.checkpoint), given.out)
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
     print(f"Wrote {', '.join(str(given.out / name) for name in (SEQUENCE_FILE, STEP_FILE, STATE_FILE))}")
 
 
-def load(checkpoint: str) -> nn.Module:
+def load_model(checkpoint: str) -> nn.Module:
     """The model of a checkpoint, as the class that it was saved as."""
-    modules = [import_module(family.module) for family in FAMILIES.values()]
-    classes = {name: getattr(module, name) for module in modules for name in module.__all__ if "For" in name}
+    classes = [family.model(head) for family in FAMILIES for head in HEADS if head != "Model"]
+    paths = {own_name(path): path for path in classes}
     saved_as = (AutoConfig.from_pretrained(checkpoint).architectures or [None])[0]
-    if saved_as not in classes:
-        raise ValueError(f"{checkpoint} holds a {saved_as}; it must be one of {', '.join(classes)}.")
-    return classes[saved_as].from_pretrained(checkpoint)
+    if saved_as not in paths:
+        raise ValueError(f"{checkpoint} holds a {saved_as}; it must be one of {', '.join(paths)}.")
+    return load(paths[saved_as]).from_pretrained(checkpoint)
 
 
 if __name__ == "__main__":

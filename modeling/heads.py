@@ -42,8 +42,13 @@ class BehaviorCloningOutput(ModelOutput):
 
 
 class HeadMixin:
-    """Builds the base model of a family under `model`."""
+    """
+    Builds the base model of a family under `model`. A head sets `head_name`, the attribute that holds its map from
+    hidden states, and `output_name`, the field of its output for what the map gives; a family sets `base_model_class`.
+    """
 
+    head_name: str
+    output_name: str
     base_model_class: type
 
     def __init__(self, config):
@@ -61,6 +66,11 @@ class HeadMixin:
         outputs = self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, return_dict=True, **inputs)
         return outputs, sequences
 
+    @property
+    def output_size(self) -> int:
+        """How many of the numbers that the map gives are the output, from the first on."""
+        return getattr(self, self.head_name).out_features
+
     def get_input_embeddings(self):
         return self.model.get_input_embeddings()
 
@@ -70,6 +80,8 @@ class HeadMixin:
 
 class ClassificationMixin(HeadMixin):
     """What both classifiers share: the map to labels and the loss."""
+
+    head_name, output_name = "score", "logits"
 
     def __init__(self, config):
         super().__init__(config)
@@ -261,6 +273,7 @@ class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
     """
 
     main_input_name = "observations"
+    head_name, output_name = "action_head", "actions"
 
     def __init__(self, config):
         if config.input_type != "observations":
@@ -270,6 +283,10 @@ class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
         super().__init__(config)
         self.action_head = nn.Linear(config.hidden_size, config.action_head_size, bias=config.projection_bias)
         self.post_init()
+
+    @property
+    def output_size(self) -> int:
+        return self.config.action_size
 
     @property
     def accepts_loss_kwargs(self) -> bool:

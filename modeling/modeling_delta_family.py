@@ -48,16 +48,9 @@ class DeltaFamilyPreTrainedModel(SequencePreTrainedModel):
     """Initialisation, loading and saving of all models of this family."""
 
     config: DeltaFamilyConfig
-    config_class = DeltaFamilyConfig
     main_projection = "q_proj"
     _no_split_modules = ["DeltaFamilyBlock"]
     _can_record_outputs = {"hidden_states": DeltaFamilyBlock}
-    auto_classes = {
-        "AutoModel": "DeltaFamilyModel",
-        "AutoModelForSequenceClassification": "DeltaFamilyForSequenceClassification",
-        "AutoModelForTokenClassification": "DeltaFamilyForTokenClassification",
-        "AutoModelForBehaviorCloning": "DeltaFamilyForBehaviorCloning",
-    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -97,8 +90,6 @@ class DeltaFamilyForTokenClassification(TokenClassificationMixin, DeltaFamilyPre
 
 class DeltaFamilyForBehaviorCloning(BehaviorCloningMixin, DeltaFamilyPreTrainedModel):
     base_model_class = DeltaFamilyModel
-    # transformers has no Auto class for policies: where this package is not, AutoModel loads the policy.
-    auto_classes = DeltaFamilyPreTrainedModel.auto_classes | {"AutoModel": "DeltaFamilyForBehaviorCloning"}
 
 
 __all__ = [

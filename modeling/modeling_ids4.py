@@ -22,16 +22,9 @@ class IDS4PreTrainedModel(SequencePreTrainedModel):
     """Initialisation, loading and saving of all models of this family."""
 
     config: IDS4Config
-    config_class = IDS4Config
     main_projection = "C"
     _no_split_modules = ["IDS4Block"]
     _can_record_outputs = {"hidden_states": IDS4Block}
-    auto_classes = {
-        "AutoModel": "IDS4Model",
-        "AutoModelForSequenceClassification": "IDS4ForSequenceClassification",
-        "AutoModelForTokenClassification": "IDS4ForTokenClassification",
-        "AutoModelForBehaviorCloning": "IDS4ForBehaviorCloning",
-    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -61,8 +54,6 @@ class IDS4ForTokenClassification(TokenClassificationMixin, IDS4PreTrainedModel):
 
 class IDS4ForBehaviorCloning(BehaviorCloningMixin, IDS4PreTrainedModel):
     base_model_class = IDS4Model
-    # transformers has no Auto class for policies: where this package is not, AutoModel loads the policy.
-    auto_classes = IDS4PreTrainedModel.auto_classes | {"AutoModel": "IDS4ForBehaviorCloning"}
 
 
 __all__ = [

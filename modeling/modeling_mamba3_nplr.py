@@ -47,18 +47,11 @@ class Mamba3NPLRPreTrainedModel(SequencePreTrainedModel):
     """Initialisation, loading and saving of all models of this family."""
 
     config: Mamba3NPLRConfig
-    config_class = Mamba3NPLRConfig
     main_projection = "in_proj"
     _no_split_modules = ["Mamba3NPLRBlock"]
     # As in the official module; half precision would move the smallest steps by several per cent.
     _keep_in_fp32_modules_strict = ["dt_bias", "C_bias", "D"]
     _can_record_outputs = {"hidden_states": Mamba3NPLRBlock}
-    auto_classes = {
-        "AutoModel": "Mamba3NPLRModel",
-        "AutoModelForSequenceClassification": "Mamba3NPLRForSequenceClassification",
-        "AutoModelForTokenClassification": "Mamba3NPLRForTokenClassification",
-        "AutoModelForBehaviorCloning": "Mamba3NPLRForBehaviorCloning",
-    }
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -106,8 +99,6 @@ class Mamba3NPLRForTokenClassification(TokenClassificationMixin, Mamba3NPLRPreTr
 
 class Mamba3NPLRForBehaviorCloning(BehaviorCloningMixin, Mamba3NPLRPreTrainedModel):
     base_model_class = Mamba3NPLRModel
-    # transformers has no Auto class for policies: where this package is not, AutoModel loads the policy.
-    auto_classes = Mamba3NPLRPreTrainedModel.auto_classes | {"AutoModel": "Mamba3NPLRForBehaviorCloning"}
 
 
 __all__ = [

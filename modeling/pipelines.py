@@ -14,6 +14,7 @@ from transformers import Pipeline
 from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from .collation import padding_mask
+from .families import auto_class_without_package
 from .hub.self_contained import exported_name
 from .model_inputs import as_numbers
 
@@ -22,11 +23,13 @@ class SequencePipeline(Pipeline):
     """
     What both share: no tokenizer, no options of their own, and a refusal of checkpoints that have another head. With
     `batch_size`, inputs of a list, dataset or generator run that many at a time, padded where their lengths differ,
-    which changes no result.
+    which changes no result. A pipeline sets its `heads`, the usual one first, and the `input_type` that transformers
+    calls its inputs.
     """
 
     _load_processor = _load_image_processor = _load_video_processor = _load_feature_extractor = _load_tokenizer = False
     heads: tuple[str, ...]
+    input_type: str
 
     def __init__(self, model, **kwargs):
         saved_as = (model.config.architectures or [type(model).__name__])[0]
@@ -76,6 +79,7 @@ class StateTrackingPipeline(SequencePipeline):
     """
 
     heads = ("ForSequenceClassification", "ForTokenClassification")
+    input_type = "text"
 
     def __call__(self, inputs, **kwargs):
         if isinstance(inputs, list | tuple):
@@ -145,6 +149,7 @@ class BehaviorCloningPipeline(SequencePipeline):
     """
 
     heads = ("ForBehaviorCloning",)
+    input_type = "multimodal"
 
     def __call__(self, inputs, **kwargs):
         if isinstance(inputs, Iterator):
@@ -190,20 +195,19 @@ class BehaviorCloningPipeline(SequencePipeline):
         return outputs["actions"][0].float().numpy()
 
 
-# By task: the pipeline, the Auto class of transformers that loads its model from a checkpoint's own code, and the type
-# of its inputs.
-PIPELINES = {
-    "state-tracking": (StateTrackingPipeline, "AutoModelForSequenceClassification", "text"),
-    "behavior-cloning": (BehaviorCloningPipeline, "AutoModel", "multimodal"),
-}
+PIPELINES = {"state-tracking": StateTrackingPipeline, "behavior-cloning": BehaviorCloningPipeline}
 
 
 def custom_pipelines(model_class: type) -> dict[str, dict]:
     """What the configuration of a checkpoint says about the pipelines that can run it."""
     module = exported_name(__name__)
     return {
-        task: {"impl": f"{module}.{pipeline.__name__}", "pt": [auto_class], "type": input_type}
-        for task, (pipeline, auto_class, input_type) in PIPELINES.items()
+        task: {
+            "impl": f"{module}.{pipeline.__name__}",
+            "pt": [auto_class_without_package(pipeline.heads[0])],
+            "type": pipeline.input_type,
+        }
+        for task, pipeline in PIPELINES.items()
         if model_class.__name__.endswith(pipeline.heads)
     }
 

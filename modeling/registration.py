@@ -13,33 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from typing import NamedTuple
 
-PACKAGE, MODELING = __name__.split(".")[0], __name__.rpartition(".")[0]
+from .families import FAMILIES, HEADS, in_transformers, load, own_name
 
-
-class Family(NamedTuple):
-    config: str
-    module: str
-    base: str  # the class in that module that knows which Auto class loads what
-
-
-FAMILIES = {
-    "mamba3_nplr": Family(
-        f"{PACKAGE}.configuration.configuration_mamba3_nplr.Mamba3NPLRConfig",
-        f"{MODELING}.modeling_mamba3_nplr",
-        "Mamba3NPLRPreTrainedModel",
-    ),
-    "delta_family": Family(
-        f"{PACKAGE}.configuration.configuration_delta_family.DeltaFamilyConfig",
-        f"{MODELING}.modeling_delta_family",
-        "DeltaFamilyPreTrainedModel",
-    ),
-    "input_dependent_s4": Family(
-        f"{PACKAGE}.configuration.configuration_ids4.IDS4Config", f"{MODELING}.modeling_ids4", "IDS4PreTrainedModel"
-    ),
-}
-AUTO_CLASSES = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 TASKS = ("state-tracking", "behavior-cloning")
 
 
@@ -83,27 +59,13 @@ def name_of(key) -> str:
     return f"{key.__module__}.{key.__qualname__}" if isinstance(key, type) else key
 
 
-def load_class(name: str) -> type:
-    module, _, own = name.rpartition(".")
-    return getattr(import_module(module), own)
-
-
-def load_model(family: Family, auto_class: str) -> type:
-    module = import_module(family.module)
-    return getattr(module, getattr(module, family.base).auto_classes[auto_class])
-
-
 def load_pipeline(task: str) -> dict:
     """A task as `pipeline` looks it up."""
-    from transformers import AutoModelForSequenceClassification
-
-    from .auto import AutoModelForBehaviorCloning
     from .pipelines import PIPELINES
 
-    pipeline_class, auto_class, input_type = PIPELINES[task]
-    loaders = {"AutoModel": AutoModelForBehaviorCloning}
-    loader = loaders.get(auto_class, AutoModelForSequenceClassification)
-    return {"impl": pipeline_class, "pt": (loader,), "type": input_type}
+    pipeline_class = PIPELINES[task]
+    auto_class = load(HEADS[pipeline_class.heads[0]])
+    return {"impl": pipeline_class, "pt": (auto_class,), "type": pipeline_class.input_type}
 
 
 def forward_attributes(module) -> None:
@@ -119,16 +81,20 @@ def forward_attributes(module) -> None:
 def register_configurations(module) -> None:
     mapping = module.CONFIG_MAPPING
     if not isinstance(mapping._extra_content, Entries):
-        later = {model_type: partial(load_class, family.config) for model_type, family in FAMILIES.items()}
+        later = {family.model_type: partial(load, family.config) for family in FAMILIES}
         mapping._extra_content = Entries(mapping._extra_content, later)
 
 
 def register_models(module) -> None:
-    for name in AUTO_CLASSES:
-        mapping = getattr(module, name)._model_mapping
-        if not isinstance(mapping._extra_content, Entries):
-            later = {family.config: partial(load_model, family, name) for family in FAMILIES.values()}
-            mapping._extra_content = Entries(mapping._extra_content, later, load_class)
+    for head in filter(in_transformers, HEADS):
+        add_models(getattr(module, own_name(HEADS[head]))._model_mapping, head)
+
+
+def add_models(mapping, head: str) -> None:
+    """Enters the models of all families with a head in the mapping of an Auto class."""
+    if not isinstance(mapping._extra_content, Entries):
+        later = {family.config: partial(load, family.model(head)) for family in FAMILIES}
+        mapping._extra_content = Entries(mapping._extra_content, later, load)
 
 
 def register_pipelines(module) -> None:

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import capture_outputs
 
+from .families import HEADS, auto_class_without_package, own_name
 from .hub.self_contained import SelfContainedMixin
 from .model_inputs import (
     check_embeddings,
@@ -69,8 +70,8 @@ class RecurrentBlock(GradientCheckpointingLayer):
 
 class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
     """
-    Initialisation, loading and saving. A family sets its configuration, `auto_classes`, and `main_projection`: the name
-    of the linear map of its mixer that holds most of the weights.
+    Initialisation, loading and saving. A family annotates `config` with the class of its configuration, and sets
+    `main_projection`: the name of the linear map of its mixer that holds most of the weights.
     """
 
     main_projection: str
@@ -79,6 +80,15 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]
     _can_compile_fullgraph = True
     _is_stateful = True
+
+    @classmethod
+    def auto_classes(cls) -> dict[str, str]:
+        """The name of each Auto class -> the name of the class of this family that it loads from a checkpoint."""
+        family = cls.config_class.__name__.removesuffix("Config")
+        names = {x.__name__ for x in cls.__mro__}
+        head = next((x for x in HEADS if family + x in names), "Model")
+        loaded = {own_name(auto_class): family + x for x, auto_class in HEADS.items()}
+        return loaded | {auto_class_without_package(head): family + head}
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,6 +1,8 @@
 """The package as installed: quiet and light to import, complete as a wheel, with no generic names."""
 
+import inspect
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -9,8 +11,7 @@ import zipfile
 import pytest
 
 from helpers.places import ROOT
-
-NAMES = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+from mamba3_nplr.modeling.families import FAMILIES, HEADS, load
 
 LIGHT = """
 import sys, warnings
@@ -159,6 +160,16 @@ def test_a_registration_of_someone_else_goes_first():
     assert dict(entries) == {"a": 1, "b": 3} and "c" not in entries
     entries["b"] = 4
     assert entries["b"] == known["b"] == 4 and len(entries) == 2
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.prefix)
+def test_every_family_has_every_head(family, head):
+    model_class = load(family.model(head))
+    assert model_class.__module__ == family.model(head).rpartition(".")[0] and inspect.getdoc(model_class)
+    assert pickle.loads(pickle.dumps(model_class)) is model_class
+    assert model_class.config_class is load(family.config) and model_class.config_class.model_type == family.model_type
+    assert load(HEADS[head])._model_mapping[load(family.config)] is model_class
 
 
 def test_exports_exist():

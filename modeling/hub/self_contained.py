@@ -63,11 +63,13 @@ class SelfContainedMixin:
     For a base class of models: `save_pretrained`, and with it `push_to_hub` and the Trainer, writes the code beside the
     weights and lists all classes in the configuration's `auto_map`.
 
-    A family of models sets `auto_classes`: the name of each Auto class -> the name of the class it loads, all of them
-    in the module of the model.
+    Models define `auto_classes`, and have all classes that it names in one module.
     """
 
-    auto_classes: dict[str, str] = {}
+    @classmethod
+    def auto_classes(cls) -> dict[str, str]:
+        """The name of each Auto class -> the name of the class that it loads."""
+        raise NotImplementedError
 
     @classmethod
     def importable_class(cls) -> type:
@@ -81,7 +83,7 @@ class SelfContainedMixin:
         config_module = exported_name(cls.config_class.__module__)
         model_module = exported_name(cls.__module__)
         entries = {"AutoConfig": f"{config_module}.{cls.config_class.__name__}"}
-        return entries | {auto: f"{model_module}.{name}" for auto, name in cls.auto_classes.items()}
+        return entries | {auto: f"{model_module}.{name}" for auto, name in cls.auto_classes().items()}
 
     def save_pretrained(self, save_directory, is_main_process: bool = True, **kwargs):
         """As in transformers, and in addition writes the code files. Of several at once into a folder, each waits."""

@@ -5,7 +5,6 @@ import torch
 import mamba3_nplr
 from mamba3_nplr import DeltaFamilyConfig, IDS4Config
 
-HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForBehaviorCloning")
 SHARED = {"vocab_size": 11, "num_hidden_layers": 2, "num_labels": 5}
 DELTA = {
     "hidden_size": 12,

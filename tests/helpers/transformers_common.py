@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
+from mamba3_nplr.modeling.families import FAMILIES
 from programs.fetch_transformers_tests import tests_folder
 
 PACKAGE = "transformers_tests"
@@ -39,7 +40,6 @@ CLASS_NAMES = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES": "ForSequenceClassification",
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "ForTokenClassification",
 }
-FAMILIES = {"mamba3_nplr": "Mamba3NPLR", "delta_family": "DeltaFamily", "input_dependent_s4": "IDS4"}
 
 
 def load_package() -> None:
@@ -61,7 +61,7 @@ def load_common_tests() -> ModuleType:
     """The module with `ModelTesterMixin`, to which the classes of this package are known."""
     module = import_module(f"{PACKAGE}.test_modeling_common")
     for table, suffix in CLASS_NAMES.items():
-        ours = {model_type: prefix + suffix for model_type, prefix in FAMILIES.items()}
+        ours = {family.model_type: family.prefix + suffix for family in FAMILIES}
         # A copy: transformers itself keeps its tables.
         setattr(module, table, {**getattr(module, table), **ours})
     return module

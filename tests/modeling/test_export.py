@@ -214,7 +214,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, monkeypatch, capsys):
         export.export_step(IDS4ForBehaviorCloning(IDS4Config(hidden_size=4, state_size=3)))
     model.save_pretrained(tmp_path / "model")
     for name, message in (
-        ("model", "holds a Mamba3NPLRModel; it must be one of Mamba3NPLRForBehaviorCloning, "),
+        ("model", "holds a Mamba3NPLRModel; it must be one of Mamba3NPLRForSequenceClassification, "),
         ("nothing", "nothing"),
     ):
         with pytest.raises(SystemExit):

@@ -9,10 +9,11 @@ import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 
 import mamba3_nplr
-from helpers.family_cases import CASES, HEADS, build_case, case_class, case_config, case_inputs
+from helpers.family_cases import CASES, build_case, case_class, case_config, case_inputs
 from helpers.scan_cases import error
 from mamba3_nplr.configuration.configuration_delta_family import PRESETS as DELTA_PRESETS
 from mamba3_nplr.configuration.configuration_ids4 import PRESETS as IDS4_PRESETS
+from mamba3_nplr.modeling.families import HEADS
 
 
 def tokens(batch, length):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from helpers.family_cases import CASES, HEADS, case_class, case_config, case_inputs
+from helpers.family_cases import CASES, case_class, case_config, case_inputs
 from helpers.model_cases import OPTIONS, small_config
 from mamba3_nplr import Mamba3NPLRForBehaviorCloning, Mamba3NPLRForSequenceClassification, Mamba3NPLRModel
+from mamba3_nplr.modeling.families import HEADS
 
 
 def shapes(output):

@@ -7,24 +7,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.testing_utils import torch_device
 
+import mamba3_nplr
 from helpers.transformers_common import ConfigTester, common
-from mamba3_nplr import (
-    DeltaFamilyConfig,
-    DeltaFamilyForBehaviorCloning,
-    DeltaFamilyForSequenceClassification,
-    DeltaFamilyForTokenClassification,
-    DeltaFamilyModel,
-    IDS4Config,
-    IDS4ForBehaviorCloning,
-    IDS4ForSequenceClassification,
-    IDS4ForTokenClassification,
-    IDS4Model,
-    Mamba3NPLRConfig,
-    Mamba3NPLRForBehaviorCloning,
-    Mamba3NPLRForSequenceClassification,
-    Mamba3NPLRForTokenClassification,
-    Mamba3NPLRModel,
-)
+from mamba3_nplr import DeltaFamilyConfig, IDS4Config, Mamba3NPLRConfig
+from mamba3_nplr.modeling.families import HEADS
 
 # Sizes of the small model of each family, beside those that all share.
 SIZES = {
@@ -82,8 +68,9 @@ class PolicyTester(ModelTester):
 
 
 class CommonTests(common.ModelTesterMixin):
-    """What the test cases below share."""
+    """What the test cases below share. A family has one for its models that read tokens, and one for its policy."""
 
+    heads: list[str]
     model_tester_class = ModelTester
     config_class = Mamba3NPLRConfig
     # num_heads in place of num_attention_heads: the heads are those of a recurrence.
@@ -92,6 +79,11 @@ class CommonTests(common.ModelTesterMixin):
     has_attentions = False
     # Otherwise a model without the copyright line of a model inside transformers is taken for an old one.
     test_can_init_all_missing_weights_before_2023 = True
+
+    @property
+    def all_model_classes(self) -> tuple[type, ...]:
+        family = self.config_class.__name__.removesuffix("Config")
+        return tuple(getattr(mamba3_nplr, family + head) for head in self.heads)
 
     def setUp(self):
         self.model_tester = self.model_tester_class(self.config_class, **self.options)
@@ -104,11 +96,7 @@ class CommonTests(common.ModelTesterMixin):
 
 
 class TokenModelsTest(CommonTests, unittest.TestCase):
-    all_model_classes = (
-        Mamba3NPLRModel,
-        Mamba3NPLRForSequenceClassification,
-        Mamba3NPLRForTokenClassification,
-    )
+    heads = [head for head in HEADS if head != "ForBehaviorCloning"]
 
 
 class TokenModelsWithOptionsTest(TokenModelsTest):
@@ -117,7 +105,7 @@ class TokenModelsWithOptionsTest(TokenModelsTest):
 
 class PolicyTest(CommonTests, unittest.TestCase):
     model_tester_class = PolicyTester
-    all_model_classes = (Mamba3NPLRForBehaviorCloning,)
+    heads = ["ForBehaviorCloning"]
 
     def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
         inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels)
@@ -159,17 +147,11 @@ class PolicyWithOptionsTest(PolicyTest):
 class DeltaFamilyTest(TokenModelsTest):
     config_class = DeltaFamilyConfig
     options = {"num_householder": 2}
-    all_model_classes = (
-        DeltaFamilyModel,
-        DeltaFamilyForSequenceClassification,
-        DeltaFamilyForTokenClassification,
-    )
 
 
 class DeltaFamilyPolicyTest(PolicyTest):
     config_class = DeltaFamilyConfig
     options = {"num_householder": 2}
-    all_model_classes = (DeltaFamilyForBehaviorCloning,)
 
 
 class BatchesInFloat64:
@@ -184,14 +166,8 @@ class BatchesInFloat64:
 class IDS4Test(BatchesInFloat64, TokenModelsTest):
     config_class = IDS4Config
     common_properties = ["hidden_size", "num_hidden_layers"]
-    all_model_classes = (
-        IDS4Model,
-        IDS4ForSequenceClassification,
-        IDS4ForTokenClassification,
-    )
 
 
 class IDS4PolicyTest(BatchesInFloat64, PolicyTest):
     config_class = IDS4Config
     common_properties = ["hidden_size", "num_hidden_layers"]
-    all_model_classes = (IDS4ForBehaviorCloning,)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from helpers.family_cases import HEADS, build_case
+from helpers.family_cases import build_case
 from helpers.model_cases import OPTIONS, build, small_config
 from helpers.scan_cases import error
 from helpers.without_package import BLOCKER
@@ -26,6 +26,7 @@ from mamba3_nplr import (
     Mamba3NPLRForTokenClassification,
     Mamba3NPLRModel,
 )
+from mamba3_nplr.modeling.families import HEADS
 from mamba3_nplr.modeling.hub import self_contained
 from mamba3_nplr.modeling.hub.folder_lock import only_writer
 
