@@ -23,8 +23,8 @@ from record import add_out, heading, write_results
 
 REFERENCE = "nplr"
 # Beside the models of the paper, what norms and residual connection around a block cost.
-BARE = presets.ModelPreset("mamba3_nplr", {"block_norm": "none", "residual": False, "output_norm": True})
-MODELS = presets.MODELS | {"nplr_bare": BARE}
+BARE = {"block_norm": "none", "residual": False, "output_norm": True}
+MODELS = presets.MODELS | {"nplr_bare": presets.ModelPreset("Mamba-3 + NPLR, bare", "mamba3_nplr", BARE)}
 NAMES = [REFERENCE, *(name for name in MODELS if name != REFERENCE)]
 # The task whose batches are trained on, and the head that it needs.
 SHAPES = {"S5": ("s5_generators", "ForSequenceClassification"), "shell": ("shell", "ForBehaviorCloning")}

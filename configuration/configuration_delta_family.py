@@ -9,7 +9,7 @@ from .configuration_sequence_model import COUNT, SIZE, STEP_SIZE, Range, Sequenc
 class DeltaFamilyConfig(SequenceModelConfig):
     r"""
     Configuration of the models whose state follows the delta rule. The defaults are Gated DeltaNet as in the paper;
-    `PRESETS` has the others.
+    `MODELS` of `configuration/presets.py` has the others.
 
     Args:
         hidden_size (`int`, defaults to 128): Width of the input and output of a block.
@@ -69,17 +69,5 @@ class DeltaFamilyConfig(SequenceModelConfig):
         super().validate_architecture()
         self._require(self.dt_min <= self.dt_max, "dt_min", f"at most dt_max={self.dt_max}")
 
-
-PLAIN = {"head_value_dim": 32, "conv_size": 0, "use_output_gate": False}
-
-# The models of the paper by name: the class of the configuration, and the fields that differ from its defaults.
-PRESETS = {
-    "deltanet": (DeltaFamilyConfig, PLAIN | {"use_decay": False}),
-    "deltaproduct_2": (DeltaFamilyConfig, PLAIN | {"use_decay": False, "num_householder": 2}),
-    "deltaproduct_4": (DeltaFamilyConfig, PLAIN | {"use_decay": False, "num_householder": 4}),
-    "gdn": (DeltaFamilyConfig, {}),
-    "gdp_2": (DeltaFamilyConfig, PLAIN | {"num_householder": 2}),
-    "gdp_4": (DeltaFamilyConfig, PLAIN | {"num_householder": 4}),
-}
 
 __all__ = ["DeltaFamilyConfig"]

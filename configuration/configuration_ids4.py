@@ -29,7 +29,4 @@ class IDS4Config(SequenceModelConfig):
     chunk_elements: int = 2**23
 
 
-# The model of the paper by name: the class of the configuration, and the fields that differ from its defaults.
-PRESETS = {"ids4": (IDS4Config, {})}
-
 __all__ = ["IDS4Config"]

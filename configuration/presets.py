@@ -1,22 +1,21 @@
-"""What `train_hf.py` knows by name, as data: the models, and how they are trained."""
+"""All that `train_hf.py` knows by name, as data: the models, and how they are trained."""
 
 from dataclasses import dataclass, field
-
-from .configuration_delta_family import PRESETS as DELTA_FAMILY
-from .configuration_ids4 import PRESETS as IDS4
 
 
 @dataclass(frozen=True)
 class ModelPreset:
     """
     Args:
+        title: What a reader calls the model.
         model_type: Under which the configuration is registered with the Auto classes.
         fields: Fields of that configuration that differ from its defaults.
+        papers: Where the model comes from, by the names in `CITATIONS`.
         training: Fields of TrainingArguments that this model wants otherwise than the training preset.
         paper_task: Settings of some tasks, by their names, that the paper has otherwise for this model.
-        papers: Where the model comes from, by the names in `CITATIONS`.
     """
 
+    title: str
     model_type: str
     fields: dict = field(default_factory=dict)
     papers: tuple[str, ...] = ("mamba3",)
@@ -34,34 +33,35 @@ EXACT = {
     "beta_bias_init": 2.0,
     "label_smoothing": 0.1,
 }
-
-DELTA_PAPERS = {
-    "deltanet": ("deltanet",),
-    "gdn": ("gdn",),
-    **dict.fromkeys(("deltaproduct_2", "deltaproduct_4", "gdp_2", "gdp_4"), ("deltaproduct",)),
-}
+# The delta family has Gated DeltaNet as its default; the others of the paper go without its convolution and gate.
+BARE_DELTA = {"head_value_dim": 32, "conv_size": 0, "use_output_gate": False}
+UNGATED_DELTA = BARE_DELTA | {"use_decay": False}
+PRODUCT = ("deltaproduct",)
 
 MODELS: dict[str, ModelPreset] = {
-    "mamba3": ModelPreset("mamba3_nplr", {"reflection_rank": 0}),
-    "mamba3_2": ModelPreset("mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 2}),
-    "mamba3_4": ModelPreset("mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 4}),
-    "nplr": ModelPreset("mamba3_nplr"),
-    "nplr_norope": ModelPreset("mamba3_nplr", {"use_rope": False}),
-    "nplr_exact": ModelPreset("mamba3_nplr", EXACT),
-    **{
-        name: ModelPreset(config.model_type, fields, DELTA_PAPERS[name])
-        for name, (config, fields) in DELTA_FAMILY.items()
-    },
-    **{
-        name: ModelPreset(
-            config.model_type,
-            fields,
-            ("ids4",),
-            training={"learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01},
-            paper_task={"z5": {"total_steps": 60_000}},
-        )
-        for name, (config, fields) in IDS4.items()
-    },
+    "mamba3": ModelPreset("Mamba-3", "mamba3_nplr", {"reflection_rank": 0}),
+    "mamba3_2": ModelPreset("Mamba-3, 2 blocks", "mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 2}),
+    "mamba3_4": ModelPreset("Mamba-3, 4 blocks", "mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 4}),
+    "nplr": ModelPreset("Mamba-3 + NPLR", "mamba3_nplr"),
+    "nplr_norope": ModelPreset("Mamba-3 + NPLR, no rotation", "mamba3_nplr", {"use_rope": False}),
+    "nplr_exact": ModelPreset("Mamba-3 + NPLR, exact options", "mamba3_nplr", EXACT),
+    "deltanet": ModelPreset("DeltaNet", "delta_family", UNGATED_DELTA, ("deltanet",)),
+    "deltaproduct_2": ModelPreset(
+        "DeltaProduct, 2 steps", "delta_family", UNGATED_DELTA | {"num_householder": 2}, PRODUCT
+    ),
+    "deltaproduct_4": ModelPreset(
+        "DeltaProduct, 4 steps", "delta_family", UNGATED_DELTA | {"num_householder": 4}, PRODUCT
+    ),
+    "gdn": ModelPreset("Gated DeltaNet", "delta_family", papers=("gdn",)),
+    "gdp_2": ModelPreset("Gated DeltaProduct, 2 steps", "delta_family", BARE_DELTA | {"num_householder": 2}, PRODUCT),
+    "gdp_4": ModelPreset("Gated DeltaProduct, 4 steps", "delta_family", BARE_DELTA | {"num_householder": 4}, PRODUCT),
+    "ids4": ModelPreset(
+        "IDS4",
+        "input_dependent_s4",
+        papers=("ids4",),
+        training={"learning_rate": 1e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01},
+        paper_task={"z5": {"total_steps": 60_000}},
+    ),
 }
 
 

@@ -11,8 +11,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 import mamba3_nplr
 from helpers.family_cases import CASES, build_case, case_class, case_config, case_inputs
 from helpers.scan_cases import error
-from mamba3_nplr.configuration.configuration_delta_family import PRESETS as DELTA_PRESETS
-from mamba3_nplr.configuration.configuration_ids4 import PRESETS as IDS4_PRESETS
+from mamba3_nplr.configuration.presets import MODELS
 from mamba3_nplr.modeling.families import HEADS
 
 
@@ -278,11 +277,10 @@ def test_misspelled_names_and_foreign_caches_are_refused(case):
         build_case(case)(tokens(2, 3), past_key_values=build_case(other)(tokens(2, 3)).past_key_values)
 
 
-@pytest.mark.parametrize("name", [*DELTA_PRESETS, *IDS4_PRESETS])
+@pytest.mark.parametrize("name", [name for name, preset in MODELS.items() if preset.model_type != "mamba3_nplr"])
 @pytest.mark.parametrize("head", HEADS)
 def test_every_preset_makes_every_model(name, head):
-    config_class, changes = (DELTA_PRESETS | IDS4_PRESETS)[name]
-    config = config_class(**changes, vocab_size=11)
-    model = getattr(mamba3_nplr, config_class.__name__.removesuffix("Config") + head)(copy.deepcopy(config))
+    config = AutoConfig.for_model(MODELS[name].model_type, **MODELS[name].fields, vocab_size=11)
+    model = getattr(mamba3_nplr, type(config).__name__.removesuffix("Config") + head)(copy.deepcopy(config))
     result = model(**case_inputs(head, 1, 2, dtype=torch.float32))
     assert result[0].isfinite().all()

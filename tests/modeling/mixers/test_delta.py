@@ -7,7 +7,7 @@ from torch.nn.functional import softplus
 from helpers.family_cases import DELTA_CASES, build_case, case_config
 from helpers.scan_cases import error
 from mamba3_nplr import DeltaFamilyConfig, DeltaFamilyForBehaviorCloning, DeltaFamilyModel
-from mamba3_nplr.configuration.configuration_delta_family import PRESETS
+from mamba3_nplr.configuration.presets import MODELS
 
 
 def silu(x):
@@ -158,8 +158,7 @@ def test_strength_two_without_values_keeps_the_length_of_the_state():
 )
 def test_sizes_of_the_paper(name, count, h, tokens):
     """The paper counts 4 x 512 tokens of the convolution for Gated DeltaNet; the next step reads only 3 of them."""
-    config_class, fields = PRESETS[name]
-    model = DeltaFamilyForBehaviorCloning(config_class(**fields))
+    model = DeltaFamilyForBehaviorCloning(DeltaFamilyConfig(**MODELS[name].fields))
     assert model.num_parameters() == count
     shapes = model.model.layers[0].mixer.state_shapes(1)
     assert [torch.Size(shape).numel() for shape in shapes] == [h, tokens]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from helpers.family_cases import build_case
 from helpers.scan_cases import error
 from mamba3_nplr import IDS4Config, IDS4ForBehaviorCloning, IDS4Model
-from mamba3_nplr.configuration.configuration_ids4 import PRESETS
+from mamba3_nplr.configuration.presets import MODELS
 from mamba3_nplr.modeling.mixers.matrix_products import ScaledProduct, identity_products, running_products
 
 
@@ -140,8 +140,7 @@ def test_products_that_vanish_leave_the_rest():
 
 
 def test_sizes_of_the_paper():
-    config_class, fields = PRESETS["ids4"]
-    model = IDS4ForBehaviorCloning(config_class(**fields))
+    model = IDS4ForBehaviorCloning(IDS4Config(**MODELS["ids4"].fields))
     assert model.num_parameters() == 3_184_553
     assert torch.Size(model.model.layers[0].mixer.state_shapes(1).h).numel() == 12_100
 
