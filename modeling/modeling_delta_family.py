@@ -73,7 +73,7 @@ class DeltaFamilyModel(SequenceModel, DeltaFamilyPreTrainedModel):
 
     block_class = DeltaFamilyBlock
 
-    def build(self, config: DeltaFamilyConfig) -> None:
+    def set_up(self, config: DeltaFamilyConfig) -> None:
         check_backend_name(config.scan_backend)
         if config.use_decay:
             # Exponents: half precision would move the slowest decays by several per cent.

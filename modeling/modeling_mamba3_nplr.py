@@ -83,7 +83,7 @@ class Mamba3NPLRModel(SequenceModel, Mamba3NPLRPreTrainedModel):
 
     block_class = Mamba3NPLRBlock
 
-    def build(self, config: Mamba3NPLRConfig) -> None:
+    def set_up(self, config: Mamba3NPLRConfig) -> None:
         check_backend_name(config.scan_backend)
         optional = {"A_bias": config.gate_form == "exact", "B_bias": config.injection == "trapezoid"}
         self._keep_in_fp32_modules_strict = self._keep_in_fp32_modules_strict + [x for x in optional if optional[x]]

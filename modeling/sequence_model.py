@@ -131,11 +131,11 @@ class SequenceModel(SequencePreTrainedModel):
             self._input_embed_layer = "embed_observations"
         self.layers = nn.ModuleList([self.block_class(config, index) for index in range(config.num_hidden_layers)])
         self.norm = make_norm(config)
-        self.build(config)
+        self.set_up(config)
         self.gradient_checkpointing = False
         self.post_init()
 
-    def build(self, config) -> None:
+    def set_up(self, config) -> None:
         """For what a family has beside its blocks."""
 
     @capture_outputs
