@@ -20,13 +20,15 @@ if "OMP_WAIT_POLICY" not in os.environ:
 import torch
 import transformers
 
-from mamba3_nplr.training.arguments import UsageError, help_text, parse_run
+from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.checkpoints import CheckpointError
 from mamba3_nplr.training.compare import compare_command
 from mamba3_nplr.training.comparison import comparison_table
 from mamba3_nplr.training.evaluate_checkpoint import evaluate_command
 from mamba3_nplr.training.finite import NotFiniteError
+from mamba3_nplr.training.help import help_text
 from mamba3_nplr.training.run import StoppedError, UploadError, prepare, train
+from mamba3_nplr.training.usage import UsageError
 
 
 def train_command(arguments: list[str]) -> None:

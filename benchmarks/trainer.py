@@ -21,8 +21,8 @@ from transformers import TrainerCallback
 
 from mamba3_nplr.training.arguments import TrainingRun, parse_run
 from mamba3_nplr.training.batches import FreshBatches
-from mamba3_nplr.training.evaluate_checkpoint import auto_class
 from mamba3_nplr.training.host_memory import keep_memory
+from mamba3_nplr.training.models import new_model
 from mamba3_nplr.training.trainer import ResumableTrainer
 from record import add_out, heading, write_results
 
@@ -46,7 +46,7 @@ class Clock(TrainerCallback):
 
 def make_model(run: TrainingRun):
     transformers.set_seed(run.args.seed)
-    return auto_class(run.task).from_config(run.config)
+    return new_model(run.task, run.config)
 
 
 def seconds_of_updates(times: list[float]) -> float:

@@ -106,9 +106,3 @@ PRESETS: dict[str, TrainingPreset] = {
         "the paper's number of updates (20,000 or 60,000), learning rate 1e-3", COMMON | {"learning_rate": 1e-3}
     ),
 }
-
-# The Auto class whose model learns a task, by what the model reads there.
-HEADS = {
-    "input_ids": "AutoModelForSequenceClassification",
-    "observations": "AutoModelForBehaviorCloning",
-}

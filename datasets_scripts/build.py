@@ -26,25 +26,20 @@ from ..modeling.hub.atomic_files import is_part, write_atomically
 from ..modeling.hub.checksums import checksum
 from ..modeling.hub.folder_lock import LOCK, FolderInUseError, folder_lock
 from .card import dataset_card
-from .columns import task_features, to_table
+from .columns import to_table
 from .show import NO_MATPLOTLIB, can_draw, draw
 from .task import Task, check_at_least
-from .tasks import TASKS, make_task
+from .tasks import TASKS, UNPUBLISHED, make_task
 
-# shell_curriculum differs from shell only in how training draws its batches.
-PUBLISHED = [name for name in TASKS if name != "shell_curriculum"]
 SETTINGS = "build.json"
-PICTURE = "episode.png"
 CARD = "README.md"  # written last
 CHECKSUMS = "checksums.json"  # of all files but the card, to know later that a folder is still what was built
-# Episodes are a thousand times larger than words; a file of either is made in memory.
-ROWS_IN_FILE = {"words": 100_000, "episodes": 4_096}
 
 
 def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) -> None:
     """Writes the tasks called `names`, all by default, into the folder `out`."""
     check_at_least("train_size", train_size, 1)
-    tasks = {name: make_task(name) for name in names or PUBLISHED}
+    tasks = {name: make_task(name) for name in names or published_names()}
     settings = {"train_size": train_size, "tasks": list(tasks), "versions": versions()}
     check_claim(out, settings)
     out.mkdir(parents=True, exist_ok=True)
@@ -53,10 +48,15 @@ def build(out: Path, train_size: int = 100_000, names: list[str] | None = None) 
         write_folder(out, tasks, settings)
 
 
+def published_names() -> list[str]:
+    return [name for name in TASKS if name not in UNPUBLISHED]
+
+
 def write_folder(out: Path, tasks: dict[str, Task], settings: dict) -> None:
     splits = {name: {"train": settings["train_size"]} | task.splits for name, task in tasks.items()}
     plans = {name: plan(name, task, splits[name]) for name, task in tasks.items()}
-    files = CertifiedFiles(out, [SETTINGS, PICTURE, *(str(path) for one in plans.values() for path, *_ in one)])
+    pictures = drawn_tasks(tasks)
+    files = CertifiedFiles(out, [SETTINGS, *pictures, *(str(path) for one in plans.values() for path, *_ in one)])
     claim(out, settings, files)
     for name in tasks:
         (out / name).mkdir(exist_ok=True)
@@ -66,10 +66,10 @@ def write_folder(out: Path, tasks: dict[str, Task], settings: dict) -> None:
             bar.set_description(path.parent.name)
             files.keep_or_write(str(path), lambda rows=(task, split, start, stop): parquet(*rows))
             bar.update(stop - start)
-    if can_draw():
-        files.keep_or_write(PICTURE, picture)
+    for name, task in pictures.items():
+        files.keep_or_write(name, lambda task=task: picture(task))
     infos = {name: describe(out, plans[name], task, splits[name]) for name, task in tasks.items()}
-    card = dataset_card(tasks, infos, settings["train_size"], versions(), PICTURE if can_draw() else None)
+    card = dataset_card(tasks, infos, settings["train_size"], versions(), list(pictures))
     write_atomically(out / CARD, lambda path: path.write_text(card, encoding="utf-8"))
 
 
@@ -158,7 +158,7 @@ def read_settings(path: Path) -> dict:
 def plan(name: str, task: Task, splits: dict[str, int]) -> list[tuple[Path, Task, str, int, int]]:
     """The files of a task: path, task, split, first row and the row after the last."""
     files = []
-    size = ROWS_IN_FILE["words" if "input_ids" in task_features(task) else "episodes"]
+    size = task.rows_in_file
     for split, rows in splits.items():
         count = -(-rows // size)
         for number in range(count):
@@ -175,7 +175,7 @@ def describe(out: Path, files: list[tuple], task: Task, splits: dict[str, int]) 
         size = sum(file.row_group(i).total_byte_size for file in groups for i in range(file.num_row_groups))
         parts.add(SplitInfo(split, num_bytes=size, num_examples=rows))
     return DatasetInfo(
-        features=task_features(task),
+        features=task.features(),
         splits=parts,
         config_name=files[0][0].parent.name,
         download_size=sum((out / path).stat().st_size for path, *_ in files),
@@ -184,15 +184,24 @@ def describe(out: Path, files: list[tuple], task: Task, splits: dict[str, int]) 
 
 
 def parquet(task: Task, split: str, start: int, stop: int) -> bytes:
-    table = to_table(task.rows(split, start, stop), task_features(task))
+    table = to_table(task, task.rows(split, start, stop))
     content = pa.BufferOutputStream()
     pq.write_table(table, content, compression="zstd", row_group_size=1024)
     return content.getvalue().to_pybytes()
 
 
-def picture() -> bytes:
+def drawn_tasks(tasks: dict[str, Task]) -> dict[str, Task]:
+    """The pictures of the card by the names of their files, each with the first task that it can show."""
+    drawn = {}
+    for task in tasks.values() if can_draw() else ():
+        if task.texts.picture:
+            drawn.setdefault(task.texts.picture.name, task)
+    return drawn
+
+
+def picture(task: Task) -> bytes:
     content = io.BytesIO()
-    draw(TASKS["shell"], "validation", 5, content)
+    draw(task, task.texts.picture.split, task.texts.picture.index, content)
     return content.getvalue()
 
 
@@ -216,9 +225,10 @@ def main(arguments: list[str] | None = None) -> None:
     except OSError as error:
         reason = "The disk is full. Make room" if error.errno == errno.ENOSPC else f"{error}. Mend that"
         parser.exit(1, f"{reason} and give the same command again: {given.out} goes on from here.\n")
-    if not can_draw():
+    names = given.tasks or published_names()
+    if not can_draw() and any(TASKS[name].texts.picture for name in names):
         print(f"The card has no picture. {NO_MATPLOTLIB}")
-    print(f"Wrote {given.out}: load_dataset({str(given.out)!r}, {(given.tasks or PUBLISHED)[0]!r})")
+    print(f"Wrote {given.out}: load_dataset({str(given.out)!r}, {names[0]!r})")
 
 
 if __name__ == "__main__":

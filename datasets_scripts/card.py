@@ -6,10 +6,10 @@ from huggingface_hub import DatasetCardData
 
 from ..configuration.citations import bibtex
 from .task import Task
-from .words import GroupWords
+from .task_texts import TaskTexts
 
 TEXT = """
-# State tracking: group words and the shell game
+# {title}
 
 Tasks in which the order of operations matters: {rows:,} rows in {count} configurations.
 
@@ -30,34 +30,7 @@ batches from the same code. The test sets share no random numbers with training,
 Columns have the names of the models' arguments, so that `Trainer` trains on them as they are, with
 `data_collator=mamba3_nplr.pad_sequences`.
 
-## Words
-
-A word is a sequence of letters g_1 ... g_L of a finite group, drawn independently and uniformly; the label at position
-t is the product s_t = g_t o s_(t-1), with s_0 the identity. The product applies s_(t-1) first.
-
-| Column | Type | Meaning |
-| --- | --- | --- |
-| `input_ids` | list of int32 | number of each letter among the allowed letters |
-| `labels` | list of ClassLabel | number of the product of each prefix; its name is the permutation, in one line |
-
-Elements are numbered from 0, the identity: in cyclic groups by the shift, in symmetric and alternating groups in
-lexicographic order of their one-line notation. `s5_generators` draws the four adjacent transpositions of five points;
-letter j swaps places j and j + 1. The other configurations draw from all elements.
-
-## The shell game
-{picture}
-Five identical cups stand in five slots. The ball's slot is revealed in the first 5 frames; then windows follow, some
-with a swap of two neighbours along a smooth path, one of the two cups lifted; after a last wait the cue is on for 12
-frames, in which the policy reaches for the ball. `shell` has windows of 4 quiet and 8 motion frames; in `shell_jitter`
-motions last round(U(4, 16)) frames and waits round(U(0, 8)) or, one time in five, round(U(16, 64)).
-
-| Column | Type | Meaning |
-| --- | --- | --- |
-| `observations` | frames x 16 float32 | x of the cups, sorted; their y; the revealed slot (one-hot); the cue |
-| `labels` | frames x 2 float32 | the demonstrator's actions: at the centre until the cue, then at the ball's slot |
-| `num_swaps` | int32 | number of swaps K |
-| `swaps` | list of int32 | for each window the left slot of the swapped pair, or -1 |
-| `ball_slot` | ClassLabel | the ball's slot at the end |
+{sections}
 
 ## Making it
 
@@ -79,32 +52,46 @@ The tasks are those of
 
 
 def dataset_card(
-    tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_size: int, versions: str, picture: str | None
+    tasks: dict[str, Task], infos: dict[str, DatasetInfo], train_size: int, versions: str, pictures: list[str]
 ) -> str:
     """
     Args:
         tasks: The configurations.
         infos: Columns, splits and sizes of each configuration.
-        picture: File with a picture of an episode, if there is one.
+        pictures: Files of the pictures that there are.
     """
     splits = {name: {split: part.num_examples for split, part in info.splits.items()} for name, info in infos.items()}
     first = next(iter(tasks))
+    kinds = list({type(task): task for task in tasks.values()}.values())  # a task of each class
+    title = f"State tracking: {in_words([task.texts.subject for task in kinds])}"
     text = TEXT.format(
+        title=title,
         rows=sum(sum(rows.values()) for rows in splits.values()),
         count=len(tasks),
         first=first,
         split=list(splits[first])[-1],
         table="\n".join(table_row(name, task, splits[name]) for name, task in tasks.items()),
+        sections="\n\n".join(section(task.texts, pictures) for task in kinds),
         train_size=train_size,
         tasks=" ".join(tasks),
         versions=versions,
         citation=bibtex(),
-        picture=f"\n![An episode: cup paths, the lifted cup, the slot of the ball]({picture})\n" if picture else "",
     )
-    return f"---\n{metadata(splits, infos)}---\n{text}"
+    return f"---\n{metadata(title, kinds, splits, infos)}---\n{text}"
 
 
-def metadata(splits: dict[str, dict[str, int]], infos: dict[str, DatasetInfo]) -> str:
+def in_words(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def section(texts: TaskTexts, pictures: list[str]) -> str:
+    parts = [f"## {texts.heading}", texts.section]
+    if texts.picture and texts.picture.name in pictures:
+        parts.insert(1, f"![{texts.picture.caption}]({texts.picture.name})")
+    return "\n\n".join(parts)
+
+
+def metadata(title: str, kinds: list[Task], splits: dict[str, dict[str, int]], infos: dict[str, DatasetInfo]) -> str:
     configs = [
         {
             "config_name": name,
@@ -114,9 +101,9 @@ def metadata(splits: dict[str, dict[str, int]], infos: dict[str, DatasetInfo]) -
     ]
     data = DatasetCardData(
         license="apache-2.0",
-        pretty_name="State tracking: group words and the shell game",
-        task_categories=["token-classification", "robotics"],
-        tags=["state-tracking", "group-word-problem", "imitation-learning", "synthetic"],
+        pretty_name=title,
+        task_categories=list(dict.fromkeys(task.hub.category for task in kinds)),
+        tags=["state-tracking", *dict.fromkeys(tag for task in kinds for tag in task.texts.tags), "synthetic"],
         configs=configs,
     )
     # With it the Hub shows columns and sizes, and a split pushed later does not hide the others.
@@ -125,8 +112,5 @@ def metadata(splits: dict[str, dict[str, int]], infos: dict[str, DatasetInfo]) -
 
 
 def table_row(name: str, task: Task, splits: dict[str, int]) -> str:
-    if isinstance(task, GroupWords):
-        what = f"words over {task.group}, {len(task.letters)} letters, {task.algebra.order} classes"
-    else:
-        what = f"shell game, {'random' if task.jitter else 'fixed'} timing"
-    return f"| `{name}` | {', '.join(f'{split} ({rows:,})' for split, rows in splits.items())} | {what} |"
+    listed = ", ".join(f"{split} ({rows:,})" for split, rows in splits.items())
+    return f"| `{name}` | {listed} | {task.short_description} |"

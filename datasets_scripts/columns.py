@@ -3,32 +3,15 @@
 import numpy as np
 import pyarrow as pa
 import torch
-from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import Dataset
 
-from .shell_game import ACTION_SIZE, OBSERVATION_SIZE
 from .task import Task
-from .words import GroupWords
 
 
-def task_features(task: Task) -> Features:
-    """The columns of a task. Sequences have no fixed length: the splits of a task differ in it."""
-    if isinstance(task, GroupWords):
-        return Features({"input_ids": List(Value("int32")), "labels": List(ClassLabel(names=task.label_names))})
-    return Features(
-        {
-            "observations": List(List(Value("float32"), length=OBSERVATION_SIZE)),
-            "labels": List(List(Value("float32"), length=ACTION_SIZE)),
-            "num_swaps": Value("int32"),
-            "swaps": List(Value("int32")),
-            "ball_slot": ClassLabel(names=task.label_names),
-        }
-    )
-
-
-def to_table(rows: dict[str, np.ndarray], features: Features) -> pa.Table:
-    """Rows as a task makes them, as an Arrow table with these features; what lies past an episode's end is left out."""
-    num_frames = rows.get("num_frames")
-    arrays = [to_arrow(rows[name], num_frames if rows[name].ndim == 3 else None) for name in features]
+def to_table(task: Task, rows: dict[str, np.ndarray]) -> pa.Table:
+    """Rows as a task makes them, as an Arrow table with its features and without padding."""
+    features, lengths = task.features(), task.lengths(rows)
+    arrays = [to_arrow(rows[name], lengths.get(name)) for name in features]
     return pa.table(arrays, names=list(features)).cast(features.arrow_schema)
 
 

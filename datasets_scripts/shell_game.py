@@ -1,35 +1,64 @@
 """
 The shell game: five identical cups, a ball revealed under one of them, swaps of neighbours, and a cue to reach for it.
-
-An episode is: 5 frames that reveal the ball's slot; windows of a wait and a motion each, K of which hold a swap; a last
-wait; 12 frames with the cue on. In a swap of duration D the two cups follow a cosine path and one of them is lifted on
-a sine arc; frame j = 1 .. D of the motion shows tau = j / D.
+`shell_game_episodes.py` has its frames.
 """
 
-import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
-import torch
 
 from .counter_random import CounterRandom, split_rows
-from .task import Task, check_at_least, check_choice, check_flag, check_sizes
+from .shell_game_episodes import (
+    ACTION_SIZE,
+    CUPS,
+    LONGEST_MOTION,
+    OBSERVATION_SIZE,
+    RESPONSE_FRAMES,
+    REVEAL_FRAMES,
+    SLOTS,
+    chosen_slot,
+    describe_episode,
+    draw_episode,
+    observe,
+    slots_after_windows,
+)
+from .task import check_at_least, check_choice, check_flag, check_sizes
+from .task_kinds import BehaviorCloning
+from .task_texts import CardPicture, TaskTexts
 
-SLOTS = np.array([-1.0, -0.5, 0.0, 0.5, 1.0], dtype=np.float32)
-CUPS = len(SLOTS)
-REVEAL_FRAMES, RESPONSE_FRAMES = 5, 12
 QUIET_FRAMES, MOTION_FRAMES = 4, 8
-SHORTEST_MOTION, LONGEST_MOTION = 4, 16  # with jitter
-LIFT = 0.5
+SHORTEST_MOTION = 4  # with jitter
 CUE_WEIGHT = 20.0  # of a frame with the cue on, in the loss
-OBSERVATION_SIZE, ACTION_SIZE = 3 * CUPS + 1, 2
-# Where the parts of an observation begin: x and y of the cups sorted by x, the revealed slot, the cue.
-X, Y, REVEAL, CUE = 0, CUPS, 2 * CUPS, 3 * CUPS
+FIXED_TEST_NAMES = {16: "test_standard", 32: "test_extended"}
+
+TEXTS = TaskTexts(
+    problem="shell game",
+    subject="the shell game",
+    sequences="episodes",
+    answer="reach",
+    details="success for each number of swaps",
+    heading="The shell game",
+    section="""\
+Five identical cups stand in five slots. The ball's slot is revealed in the first 5 frames; then windows follow, some
+with a swap of two neighbours along a smooth path, one of the two cups lifted; after a last wait the cue is on for 12
+frames, in which the policy reaches for the ball. `shell` has windows of 4 quiet and 8 motion frames; in `shell_jitter`
+motions last round(U(4, 16)) frames and waits round(U(0, 8)) or, one time in five, round(U(16, 64)).
+
+| Column | Type | Meaning |
+| --- | --- | --- |
+| `observations` | frames x 16 float32 | x of the cups, sorted; their y; the revealed slot (one-hot); the cue |
+| `labels` | frames x 2 float32 | the demonstrator's actions: at the centre until the cue, then at the ball's slot |
+| `num_swaps` | int32 | number of swaps K |
+| `swaps` | list of int32 | for each window the left slot of the swapped pair, or -1 |
+| `ball_slot` | ClassLabel | the ball's slot at the end |""",
+    tags=("imitation-learning",),
+    picture=CardPicture("episode.png", "An episode: cup paths, the lifted cup, the slot of the ball", "validation", 5),
+)
 
 
 @dataclass(frozen=True)
-class ShellGame(Task):
+class ShellGame(BehaviorCloning):
     """
     Args:
         windows: Windows of a training episode.
@@ -44,6 +73,15 @@ class ShellGame(Task):
             that. With jitter all of them hold a swap; without, K is uniform from 0.
         test_size: Episodes in each test set.
     """
+
+    texts = TEXTS
+    main_metric = "success"
+    size_name = "windows"
+    observation_size = OBSERVATION_SIZE
+    action_size = ACTION_SIZE
+    example_frames = REVEAL_FRAMES + 16 * (QUIET_FRAMES + MOTION_FRAMES) + QUIET_FRAMES + RESPONSE_FRAMES  # the paper's
+    question = "Shell game: does the policy reach for the ball?"
+    description = "Plays the shell game: five like cups are swapped, and it reaches for the ball."
 
     batch_size: int = 32
     windows: int = 16
@@ -78,12 +116,7 @@ class ShellGame(Task):
 
     @property
     def model_fields(self) -> dict:
-        return {
-            "observation_size": OBSERVATION_SIZE,
-            "action_size": ACTION_SIZE,
-            "cue_weight": CUE_WEIGHT,
-            "episode_loss": self.jitter,
-        }
+        return super().model_fields | {"cue_weight": CUE_WEIGHT, "episode_loss": self.jitter}
 
     @cached_property
     def label_names(self) -> list[str]:
@@ -105,6 +138,10 @@ class ShellGame(Task):
         if sizes is None:
             sizes = [self.windows * times for times in ((1, 2, 3, 4, 6, 8) if self.jitter else (1, 2))]
         return {names.get(windows, f"test_{windows}"): windows for windows in sizes}
+
+    @property
+    def trained_size(self) -> int:
+        return self.windows
 
     @property
     def splits(self) -> dict[str, int]:
@@ -178,23 +215,6 @@ class ShellGame(Task):
         actions[..., 0] = moves.cumsum(1) * shown  # exact: slots are multiples of one half
         return actions
 
-    def model_inputs(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Episodes of one length as they are; of different lengths packed, or padded with a mask and labels of -100."""
-        observations, labels = (torch.from_numpy(arrays[name]) for name in ("observations", "labels"))
-        num_frames = torch.from_numpy(arrays["num_frames"])
-        inside = torch.arange(observations.shape[1]) < num_frames[:, None]
-        if inside.all():
-            return {"observations": observations, "labels": labels}
-        if self.packed:
-            cu_seqlens = torch.cat([num_frames.new_zeros(1), num_frames.cumsum(0)])
-            return {
-                "observations": observations[inside][None],
-                "labels": labels[inside][None],
-                "cu_seqlens": cu_seqlens,
-            }
-        labels = labels.masked_fill(~inside[..., None], -100.0)
-        return {"observations": observations, "labels": labels, "attention_mask": inside.long()}
-
     def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
         """
         Args:
@@ -207,71 +227,32 @@ class ShellGame(Task):
             "success_by_swaps": {int(k): float(correct[rows["num_swaps"] == k].mean()) for k in counts},
         }
 
+    def chance(self, rows: dict[str, np.ndarray]) -> float:
+        swaps, counts = np.unique(rows["num_swaps"], return_counts=True)
+        return float(np.average([no_tracking_prior(int(k)) for k in swaps], weights=counts))
 
-FIXED_TEST_NAMES = {16: "test_standard", 32: "test_extended"}
+    def lengths(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return dict.fromkeys(("observations", "labels"), rows["num_frames"])
 
+    def features(self):
+        from datasets import ClassLabel, Features, List, Value
 
-def slots_after_windows(slot: np.ndarray, pair: np.ndarray, swapping: np.ndarray) -> np.ndarray:
-    """The ball's slot at the start and after each window, (rows, windows + 1)."""
-    slots = [slot]
-    for one_pair, swaps in zip(pair.T, swapping.T, strict=True):
-        before = slots[-1]
-        after = np.where(before == one_pair, one_pair + 1, np.where(before == one_pair + 1, one_pair, before))
-        slots.append(np.where(swaps, after, before))
-    return np.stack(slots, axis=1)
+        outcome = {
+            "num_swaps": Value("int32"),
+            "swaps": List(Value("int32")),
+            "ball_slot": ClassLabel(names=self.label_names),
+        }
+        return Features(super().features() | outcome)
 
+    @property
+    def short_description(self) -> str:
+        return f"shell game, {'random' if self.jitter else 'fixed'} timing"
 
-@cache
-def motions_table() -> np.ndarray:
-    """
-    The two swapping cups, sorted by x, by duration of the motion, lifted cup (the one that starts on the left, or on
-    the right) and frame: left x, right x, left y, right y, counted from the left slot.
-    """
-    table = np.zeros((LONGEST_MOTION + 1, 2, LONGEST_MOTION, 4), dtype=np.float32)
-    for duration in range(1, LONGEST_MOTION + 1):
-        for lifted in range(2):
-            for frame in range(duration):
-                table[duration, lifted, frame] = swapping_cups((frame + 1) / duration, lifted)
-    return table
+    def describe_row(self, row: dict[str, np.ndarray]) -> str:
+        return describe_episode(row)
 
-
-def swapping_cups(tau: float, lifted: int) -> tuple[float, float, float, float]:
-    # Rounded, so that the last digits of a machine's sine and cosine do not matter.
-    moved, height = round((1 - math.cos(math.pi * tau)) / 4, 6), round(LIFT * math.sin(math.pi * tau), 6)
-    cups = [(moved, height * (lifted == 0)), (0.5 - moved, height * (lifted == 1))]
-    # Sorted by x, then y: where the cups meet, the order must not tell them apart.
-    (left_x, left_y), (right_x, right_y) = sorted(cups)
-    return left_x, right_x, left_y, right_y
-
-
-def observe(slot, pair, lifted, swapping, ends, motions, cue, num_frames) -> np.ndarray:
-    """Observations (rows, frames, 16), 0 after the end of an episode."""
-    rows, frames = len(slot), np.arange(num_frames.max())
-    inside = frames < num_frames[:, None]
-    observations = np.zeros((rows, len(frames), OBSERVATION_SIZE), dtype=np.float32)
-    observations[..., X:Y] = SLOTS * inside[..., None]
-    observations[np.arange(rows), :REVEAL_FRAMES, REVEAL + slot] = 1.0
-    observations[..., CUE] = inside & (frames >= cue[:, None])
-    # Every frame of every swap, one after the other.
-    row, window = np.nonzero(swapping)
-    duration = motions[row, window]
-    frame = np.arange(duration.sum()) - np.repeat(np.cumsum(duration) - duration, duration)
-    row, window = np.repeat(row, duration), np.repeat(window, duration)
-    left = pair[row, window]
-    at = ends[row, window] - motions[row, window] + frame
-    cups = motions_table()[motions[row, window], lifted[row, window], frame]
-    observations[row, at, X + left] = SLOTS[left] + cups[:, 0]
-    observations[row, at, X + left + 1] = SLOTS[left] + cups[:, 1]
-    observations[row, at, Y + left] = cups[:, 2]
-    observations[row, at, Y + left + 1] = cups[:, 3]
-    return observations
-
-
-def chosen_slot(actions: np.ndarray, num_frames: np.ndarray) -> np.ndarray:
-    """The slot nearest to the mean horizontal output over the response frames, (rows,)."""
-    frames = num_frames[:, None] - RESPONSE_FRAMES + np.arange(RESPONSE_FRAMES)
-    reach = np.take_along_axis(np.asarray(actions)[..., 0], frames, axis=1).mean(1)
-    return np.abs(reach[:, None] - SLOTS).argmin(1)
+    def draw_row(self, axes, row: dict[str, np.ndarray]) -> None:
+        draw_episode(axes, row)
 
 
 def no_tracking_prior(num_swaps: int) -> float:

@@ -1,10 +1,19 @@
-"""What a task is: it makes its training batches, its evaluation sets and its metrics."""
+"""
+What a task is. All that is special to one stands on its class: what it draws and measures, how a model's output is
+read, and what is drawn and said of it. No other code knows a task by its type or its name.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
+
+from .task_texts import HubNames, TaskTexts
+
+if TYPE_CHECKING:
+    from datasets import Features  # slow to import, and not needed to make batches
 
 
 @dataclass(frozen=True)
@@ -12,6 +21,9 @@ class Task(ABC):
     """
     Everything a task makes is a pure function of its settings and of the arguments: the same on every machine and for
     every number of processes. Evaluation sets share no random numbers with training, whatever its seed.
+
+    A task is a subclass of one of the two in `task_kinds.py`, which know a head of the models, with an entry in
+    `tasks.py`. What is a property here may be an attribute of the class there.
 
     Args:
         batch_size: Rows in a training batch, over all processes.
@@ -30,9 +42,14 @@ class Task(ABC):
         if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
             raise ValueError(f"curriculum_part={part!r} is not allowed: it must be above 0 and at most 1.")
 
-    def progress(self, step: int) -> float:
-        """How far the curriculum has come, from 0 to 1."""
-        return min(1.0, step / (self.curriculum_part * self.total_steps))
+    @property
+    def settings(self) -> dict:
+        """All fields by name, those that are None and follow from others as they turn out."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @abstractmethod
+    def arrays(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, np.ndarray]:
+        """A process's share of the training batch of a step, as columns of the dataset."""
 
     def batch(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
         """A process's share of the training batch of a step, as arguments of the model."""
@@ -41,7 +58,35 @@ class Task(ABC):
 
     def model_inputs(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Columns of the dataset as arguments of the model."""
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return {name: torch.from_numpy(arrays[name]) for name in (self.input_column, "labels")}
+
+    def progress(self, step: int) -> float:
+        """How far the curriculum has come, from 0 to 1."""
+        return min(1.0, step / (self.curriculum_part * self.total_steps))
+
+    @property
+    @abstractmethod
+    def test_sizes(self) -> dict[str, int]:
+        """The test sets by name, with the size of their sequences."""
+
+    @property
+    @abstractmethod
+    def size_name(self) -> str:
+        """What the size of a sequence is, such as "length"."""
+
+    @property
+    @abstractmethod
+    def trained_size(self) -> int:
+        """The largest size in training."""
+
+    @property
+    @abstractmethod
+    def splits(self) -> dict[str, int]:
+        """The evaluation sets, by name, and their rows. There is a `train` split of any size beside them."""
+
+    @abstractmethod
+    def rows(self, split: str, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Some rows of an evaluation set, or of the published `train` split, as columns of the dataset."""
 
     def check_split(self, split: str, start: int, stop: int) -> None:
         if split not in self.splits:
@@ -49,10 +94,45 @@ class Task(ABC):
         if not 0 <= start <= stop <= self.splits[split]:
             raise ValueError(f"rows {start} to {stop} are not in {split}, which has {self.splits[split]}.")
 
+    def lengths(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The columns that are padded, each with the number of positions of each row that are not padding."""
+        return {}
+
+    @property
+    def for_evaluation(self) -> Self:
+        """The same task with model inputs of one sequence a row, as evaluation needs them."""
+        return self
+
+    @property
+    @abstractmethod
+    def main_metric(self) -> str:
+        """The one of the metrics that tables and pictures show, a part of 1."""
+
+    @abstractmethod
+    def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
+        """
+        Figures of merit of a model's predictions for `rows`, of which the input column may be left out; the labels
+        themselves are predictions without a fault.
+        """
+
+    @abstractmethod
+    def chance(self, rows: dict[str, np.ndarray]) -> float:
+        """What the best guess gets by the main metric on these rows without following the state."""
+
+    @property
+    @abstractmethod
+    def auto_class(self) -> str:
+        """Name of the Auto class whose models learn the task."""
+
     @property
     @abstractmethod
     def model_fields(self) -> dict:
         """Fields of the model's configuration that follow from the task."""
+
+    @property
+    def loss_fields(self) -> tuple[str, ...]:
+        """Those of them that matter to the loss only: a model that was trained with others can do the task too."""
+        return ()
 
     @property
     def model_names(self) -> dict:
@@ -60,31 +140,75 @@ class Task(ABC):
         return {}
 
     @property
-    def settings(self) -> dict:
-        """All fields by name, those that are None and follow from others as they turn out."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    @abstractmethod
+    def input_column(self) -> str:
+        """The column that the model reads."""
+
+    @property
+    def forward_options(self) -> dict:
+        """Further arguments of the model, where predictions are wanted."""
+        return {}
+
+    @abstractmethod
+    def predictions(self, output) -> torch.Tensor:
+        """What a model's output predicts at each position, (rows, length, ...)."""
+
+    @abstractmethod
+    def features(self) -> "Features":
+        """The columns of the dataset. Sequences have no fixed length: the splits of a task differ in it."""
 
     @property
     @abstractmethod
-    def test_sizes(self) -> dict[str, int]:
-        """The test sets by name, with the length of their words or the number of windows of their episodes."""
+    def rows_in_file(self) -> int:
+        """Rows in a file of the dataset, which is made in memory."""
+
+    @abstractmethod
+    def describe_row(self, row: dict[str, np.ndarray]) -> str:
+        """A row, without padding, as lines of text."""
+
+    @abstractmethod
+    def draw_row(self, axes, row: dict[str, np.ndarray]) -> None:
+        """A row, without padding, as a picture on `axes` of matplotlib."""
 
     @property
     @abstractmethod
-    def splits(self) -> dict[str, int]:
-        """The evaluation sets, by name, and their sizes. There is a `train` split of any size beside them."""
+    def texts(self) -> TaskTexts:
+        """What cards and pictures say of all tasks of this class."""
+
+    @property
+    @abstractmethod
+    def question(self) -> str:
+        """What the main metric asks, the title of pictures of it."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What a model of the task does, in a sentence."""
+
+    @property
+    @abstractmethod
+    def short_description(self) -> str:
+        """What the dataset is, in a few words."""
+
+    @property
+    @abstractmethod
+    def hub(self) -> HubNames:
+        """What the Hub calls its like, for the metadata of cards."""
 
     @abstractmethod
-    def arrays(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, np.ndarray]:
-        """A process's share of the training batch of a step, as columns of the dataset."""
+    def example(self, checkpoint: str, config) -> str:
+        """
+        Code that uses a model of the task, with a line of its own for the checkpoint.
 
-    @abstractmethod
-    def rows(self, split: str, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Some rows of an evaluation set, or of the published `train` split, as columns of the dataset."""
+        Args:
+            checkpoint: Folder or repository.
+            config: Configuration of the model.
+        """
 
+    @property
     @abstractmethod
-    def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
-        """Figures of merit of a model's predictions for `rows`."""
+    def example_note(self) -> str:
+        """What else a reader of that code should know, in a sentence."""
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

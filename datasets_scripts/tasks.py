@@ -18,6 +18,8 @@ TASKS: dict[str, Task] = {
     # Packed: padding to the longest episode of a batch would cost a quarter more.
     "shell_jitter": ShellGame(jitter=True, packed=True, test_size=1024),
 }
+# Those whose dataset would be that of another: they differ from it only in how training draws its batches.
+UNPUBLISHED = ("shell_curriculum",)
 
 
 def make_task(name: str, **settings) -> Task:

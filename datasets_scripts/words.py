@@ -1,5 +1,6 @@
 """Group words: predict the product of every prefix of a random word."""
 
+from colorsys import hsv_to_rgb
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,11 +8,39 @@ import numpy as np
 
 from .counter_random import CounterRandom, split_rows
 from .groups import Group, make_group
-from .task import Task, check_at_least, check_choice, check_sizes
+from .task import check_at_least, check_choice, check_sizes
+from .task_kinds import PrefixClassification
+from .task_texts import TaskTexts
+
+LONGEST_WITH_NUMBERS = 80  # letters of a word whose picture has room for a number in each field
+LETTER_WIDTH = 10  # of a permutation of five points in a table
+
+TEXTS = TaskTexts(
+    problem="group word problem",
+    subject="group words",
+    sequences="words",
+    answer="last product",
+    details="accuracy by position",
+    heading="Words",
+    section="""\
+A word is a sequence of letters g_1 ... g_L of a finite group, drawn independently and uniformly; the label at position
+t is the product s_t = g_t o s_(t-1), with s_0 the identity. The product applies s_(t-1) first.
+
+| Column | Type | Meaning |
+| --- | --- | --- |
+| `input_ids` | list of int32 | number of each letter among the allowed letters |
+| `labels` | list of ClassLabel | number of the product of each prefix; its name is the permutation, in one line |
+
+Elements are numbered from 0, the identity: in cyclic groups by the shift, in symmetric and alternating groups in
+lexicographic order of their one-line notation. `s5_generators` draws the four adjacent transpositions of five points;
+letter j swaps places j and j + 1. The other configurations draw from all elements.""",
+    tags=("group-word-problem",),
+    vocabulary="letters and elements",
+)
 
 
 @dataclass(frozen=True)
-class GroupWords(Task):
+class GroupWords(PrefixClassification):
     """
     s_t = g_t o s_{t-1} with s_0 the identity; the letters g_t are independent and uniform. `datasets_scripts/groups.py`
     says how elements are numbered and composed.
@@ -24,6 +53,9 @@ class GroupWords(Task):
         test_lengths: Lengths of the test sets; None for `length` and 2, 4, 8, 16 and 32 times that.
         test_size: Words in each test set.
     """
+
+    texts = TEXTS
+    example_entry = "permutation"
 
     group: str = "s5"
     inputs: str = "generators"
@@ -57,23 +89,15 @@ class GroupWords(Task):
         numbers = range(self.algebra.order) if self.inputs == "elements" else self.algebra.generators
         return np.array(numbers, dtype=np.int32)
 
-    @property
-    def model_fields(self) -> dict:
-        return {"vocab_size": len(self.letters), "num_labels": self.algebra.order}
-
     @cached_property
     def label_names(self) -> list[str]:
         return [self.algebra.element_name(number) for number in range(self.algebra.order)]
 
     @property
-    def model_names(self) -> dict:
+    def token_names(self) -> list[str]:
         """Letters are called after their numbers, s0, s1 ... among the generators and g0, g1 ... in the whole group."""
         letter = "g" if self.inputs == "elements" else "s"
-        return {
-            "id2label": dict(enumerate(self.label_names)),
-            "label2id": {name: number for number, name in enumerate(self.label_names)},
-            "token_names": [f"{letter}{number}" for number in range(len(self.letters))],
-        }
+        return [f"{letter}{number}" for number in range(len(self.letters))]
 
     @property
     def baseline(self) -> float:
@@ -82,6 +106,9 @@ class GroupWords(Task):
         for _ in range(self.length):
             reached = {int(x) for x in np.unique(self.algebra.table[np.ix_(self.letters, sorted(reached))])}
         return 1 / len(reached)
+
+    def chance(self, rows: dict[str, np.ndarray]) -> float:
+        return self.baseline
 
     def training_length(self, step: int) -> int:
         """Length of the words at a step: with a curriculum it grows over the first part of training."""
@@ -116,6 +143,10 @@ class GroupWords(Task):
         return {f"test_{length}": length for length in lengths}
 
     @property
+    def trained_size(self) -> int:
+        return self.length
+
+    @property
     def splits(self) -> dict[str, int]:
         return dict.fromkeys(["validation", *self.test_sizes], self.test_size)
 
@@ -126,15 +157,52 @@ class GroupWords(Task):
         length = self.length if split == "validation" else self.test_sizes[split]
         return self.draw(split, 0, 0, start, stop - start, length)
 
-    def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict[str, float | list[float]]:
-        """
-        Args:
-            predictions (rows, length): Predicted element at every position.
-        """
-        correct = np.asarray(predictions) == np.asarray(rows["labels"])
-        by_position = correct.mean(0)
-        return {
-            "accuracy": float(correct.mean()),
-            "final_accuracy": float(by_position[-1]),
-            "accuracy_by_position": by_position.tolist(),
-        }
+    @property
+    def question(self) -> str:
+        return f"Words over {self.group.upper()}: is the product of all letters right?"
+
+    @property
+    def description(self) -> str:
+        return f"Reads words over the group {self.group} and predicts the product of each prefix."
+
+    @property
+    def short_description(self) -> str:
+        return f"words over {self.group}, {len(self.letters)} letters, {self.algebra.order} classes"
+
+    def describe_row(self, row: dict[str, np.ndarray]) -> str:
+        lines = [f"{'step':>5}  {'token':>5}  {'letter':<{LETTER_WIDTH}}  product of the prefix (label)"]
+        for step, (token, label) in enumerate(zip(row["input_ids"], row["labels"], strict=True), start=1):
+            letter = self.label_names[self.letters[token]]
+            lines.append(f"{step:>5}  {token:>5}  {letter:<{LETTER_WIDTH}}  {self.label_names[label]} ({label})")
+        return "\n".join(lines)
+
+    def draw_row(self, axes, row: dict[str, np.ndarray]) -> None:
+        """Which point is at which place after each letter, by color; with numbers and letters where there is room."""
+        places = self.algebra.elements[np.concatenate([[0], row["labels"]])]  # (length + 1, degree) of each point
+        points, degree = np.argsort(places, axis=1).T, places.shape[1]
+        colors = point_colors(degree)
+        options = {"aspect": "auto", "origin": "lower", "interpolation": "nearest"}
+        axes.imshow(points, cmap=colors, vmin=0, vmax=degree - 1, **options)
+        for point in range(degree):
+            axes.plot([], [], "s", color=colors(point), label=f"point {point}")
+        if points.shape[1] <= LONGEST_WITH_NUMBERS:
+            for (place, step), point in np.ndenumerate(points):
+                axes.text(step, place, point, ha="center", va="center", fontsize=7)
+            letters, names = axes.secondary_xaxis("top"), self.token_names
+            letters.set_xticks(range(1, points.shape[1]), [names[x] for x in row["input_ids"]])
+            letters.tick_params(labelsize=6, length=0)
+            letters.set_xlabel("letter read", fontsize=8)
+        axes.set(
+            xlabel="number of letters read",
+            ylabel="place",
+            title=f"Word over {self.group.upper()}: the point at each place",
+        )
+        axes.set_yticks(range(degree))
+        axes.legend(loc="upper center", ncols=min(degree, 10), fontsize=8, bbox_to_anchor=(0.5, -0.18), frameon=False)
+
+
+def point_colors(degree: int):
+    """A light color for each point, so that numbers can be read on them."""
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap([hsv_to_rgb(point / degree, 0.4, 1.0) for point in range(degree)])

@@ -28,7 +28,6 @@ PAPER_NAMES = {
     "gdn": "Gated DeltaNet (beta<2)",
     "ids4": "IDS4",
 }
-SHELL_TASKS = {"shell": 0, "shell_curriculum": 1}
 
 INTRODUCTION = """# Results
 
@@ -73,25 +72,41 @@ def changed_settings(summary: dict) -> str:
     return ", ".join(f"{name} {value}" for name, value in [*of_task, *of_model])
 
 
+def of_words(paper: dict, group: str, name: str, size: str) -> float | None:
+    """The paper's figure for a model on words of a length, where it has one."""
+    for title, rows in paper["length_extrapolation_final_accuracy"].items():
+        if title.startswith(f"{group} {name} ("):
+            return {str(row[0]): row[1] for row in rows}.get(size)
+    table, column = paper["group_words_final_accuracy"], f"{group} L={size}"
+    return table[name][table["columns"].index(column)] if name in table and column in table["columns"] else None
+
+
+def of_episodes(paper: dict, training: str, name: str, size: str) -> float | None:
+    """The same on standard or extended episodes, after direct training or with a curriculum."""
+    table, column = paper["shell_overall_success"], f"{size} {training}"
+    return table[name][table["columns"].index(column)] if name in table and column in table["columns"] else None
+
+
+def of_jitter(paper: dict, name: str, size: str) -> float | None:
+    """The same on episodes of random timing with so many swaps."""
+    figures = paper["shell_jitter_success"].get(name, {})
+    return 100.0 if int(size) <= figures.get("perfect_through", 0) else figures.get(f"K={size}")
+
+
+# How the paper's figure for a model, by the name that it has there, and a size of test sequences is found.
+PAPER_FIGURES = {
+    "z5": lambda paper, name, size: of_words(paper, "Z5", name, size),
+    "s5_generators": lambda paper, name, size: of_words(paper, "S5", name, size),
+    "shell": lambda paper, name, size: of_episodes(paper, "direct", name, size),
+    "shell_curriculum": lambda paper, name, size: of_episodes(paper, "curriculum", name, size),
+    "shell_jitter": of_jitter,
+}
+
+
 def paper_figure(paper: dict, task: str, model: str, split: str) -> float | None:
     """The paper's figure for a model on a test set, if there is one."""
-    name, size = PAPER_NAMES.get(model), split.removeprefix("test_")
-    if task in ("z5", "s5_generators"):
-        group = "Z5" if task == "z5" else "S5"
-        for title, rows in paper["length_extrapolation_final_accuracy"].items():
-            if title.startswith(f"{group} {name} ("):
-                return {str(row[0]): row[1] for row in rows}.get(size)
-        table = paper["group_words_final_accuracy"]
-        column = f"{group} L={size}"
-        return table[name][table["columns"].index(column)] if name in table and column in table["columns"] else None
-    if task in SHELL_TASKS and split in ("test_standard", "test_extended"):
-        figures = paper["shell_overall_success"].get(name)
-        return figures[SHELL_TASKS[task] + 2 * (split == "test_extended")] if figures else None
-    if task == "shell_jitter":
-        figures = paper["shell_jitter_success"].get(name, {})
-        exact = int(size) <= figures.get("perfect_through", 0)
-        return 100.0 if exact else figures.get(f"K={size}")
-    return None
+    find = PAPER_FIGURES.get(task)
+    return find(paper, PAPER_NAMES.get(model), split.removeprefix("test_")) if find else None
 
 
 def cell(ours: list[float], paper: float | None) -> str:
@@ -111,8 +126,12 @@ def task_table(task: str, title: str, models: dict[str, list[dict]], paper: dict
     return f"## {title}, {next(iter(models.values()))[0]['metric'].replace('_', ' ')}\n\n" + "\n".join(lines)
 
 
+def has_swaps(run: dict) -> bool:
+    return "success_by_swaps" in run["results"].get("test_standard", {})
+
+
 def swaps_table(task: str, title: str, models: dict[str, list[dict]], paper: dict) -> str:
-    """Success for each number of swaps of the standard episodes, of which the paper has five."""
+    """Success for each number of swaps of the standard episodes, of which the paper has five after direct training."""
     reference = paper["shell_standard_by_swaps"]
     counts = [name.removeprefix("K=") for name in reference["columns"] if name.startswith("K=")]
     lines = [f"| model | {' | '.join(f'K = {count}' for count in counts)} |", "| --- " * (len(counts) + 1) + "|"]
@@ -156,7 +175,7 @@ def main() -> None:
     for (task, settings), models in read_runs().items():
         title = f"{task} ({settings})" if settings else task
         parts.append(task_table(task, title, models, paper))
-        if task in SHELL_TASKS:
+        if all(has_swaps(run) for runs in models.values() for run in runs):
             parts.append(swaps_table(task, title, models, paper))
     parts.append(files_table())
     print("\n\n".join(part.strip() for part in parts))

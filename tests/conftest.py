@@ -34,10 +34,12 @@ def small_test_sets(monkeypatch):
     """Builds of datasets with a few rows in each test set; what is tested does not depend on their number."""
     # Not needed by most tests, and slow to import.
     from mamba3_nplr.datasets_scripts import build
+    from mamba3_nplr.datasets_scripts.task_kinds import BehaviorCloning, PrefixClassification
     from mamba3_nplr.datasets_scripts.tasks import make_task
 
     monkeypatch.setattr(build, "make_task", lambda name: make_task(name, test_size=6))
-    monkeypatch.setattr(build, "ROWS_IN_FILE", {"words": 100, "episodes": 8})
+    monkeypatch.setattr(PrefixClassification, "rows_in_file", 100)
+    monkeypatch.setattr(BehaviorCloning, "rows_in_file", 8)
 
 
 # Used by the tests of transformers; unknown markers are errors here.

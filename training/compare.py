@@ -4,12 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import record as run_record
-from .arguments import TrainingRun, UsageError, make_folder, parse_run
+from .arguments import TrainingRun, parse_run
 from .comparison import comparison_table, draw_comparison
-from .evaluation import main_metric
 from .finite import NotFiniteError
+from .record import write_json
 from .run import prepare, train
+from .usage import UsageError, make_folder
 
 
 def compare_command(arguments: list[str]) -> None:
@@ -46,9 +46,9 @@ def compare_command(arguments: list[str]) -> None:
 
 def report(run: TrainingRun, summaries: dict[str, dict], out: Path) -> None:
     table = comparison_table(run.task, summaries)
-    run_record.write_json(out / "comparison.json", summaries)
+    write_json(out / "comparison.json", summaries)
     (out / "comparison.md").write_text(table + "\n", encoding="utf-8")
-    measured = main_metric(run.task).replace("_", " ")
+    measured = run.task.main_metric.replace("_", " ")
     print(f"\n{run.task_name}, {measured} in per cent\n\n{table}\n")
     written = ["comparison.json", "comparison.md"]
     try:

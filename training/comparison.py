@@ -13,27 +13,10 @@ import math
 import shlex
 from pathlib import Path
 
+from ..configuration.presets import MODELS
 from ..datasets_scripts.show import figure_class
 from ..datasets_scripts.task import Task
-from ..datasets_scripts.words import GroupWords
 from .arguments import resolve
-
-# What a reader calls the models that `train_hf.py` knows by shorter names.
-TITLES = {
-    "mamba3": "Mamba-3",
-    "mamba3_2": "Mamba-3, 2 blocks",
-    "mamba3_4": "Mamba-3, 4 blocks",
-    "nplr": "Mamba-3 + NPLR",
-    "nplr_norope": "Mamba-3 + NPLR, no rotation",
-    "nplr_exact": "Mamba-3 + NPLR, exact options",
-    "deltanet": "DeltaNet",
-    "gdn": "Gated DeltaNet",
-    "deltaproduct_2": "DeltaProduct, 2 steps",
-    "deltaproduct_4": "DeltaProduct, 4 steps",
-    "gdp_2": "Gated DeltaProduct, 2 steps",
-    "gdp_4": "Gated DeltaProduct, 4 steps",
-    "ids4": "IDS4",
-}
 
 
 def comparison_table(task: Task, summaries: dict[str, dict]) -> str:
@@ -44,8 +27,7 @@ def comparison_table(task: Task, summaries: dict[str, dict]) -> str:
         summaries: By the names of the models: what their runs found, or why there is nothing.
     """
     sizes = task.test_sizes
-    name = "length" if isinstance(task, GroupWords) else "windows"
-    lines = [f"| model | parameters | {' | '.join(f'{name} {size:,}' for size in sizes.values())} |"]
+    lines = [f"| model | parameters | {' | '.join(f'{task.size_name} {size:,}' for size in sizes.values())} |"]
     lines.append("| --- " * (2 + len(sizes)) + "|")
     for model, summary in summaries.items():
         if "results" not in summary:
@@ -71,7 +53,7 @@ def percent(figure: float) -> str:
 
 
 def draw_comparison(task: Task, summaries: dict[str, dict], path: Path) -> None:
-    """Accuracy or success of each model against the size of the test set."""
+    """The main metric of each model against the size of the test set."""
     splits, sizes = list(task.test_sizes), list(task.test_sizes.values())
     height = 3.8 + 0.22 * math.ceil((len(summaries) + 1) / 2)  # of the lines and, below them, the legend
     figure = figure_class()(figsize=(8, height), layout="constrained")
@@ -79,7 +61,7 @@ def draw_comparison(task: Task, summaries: dict[str, dict], path: Path) -> None:
     for (model, summary), marker in zip(summaries.items(), itertools.cycle("osD^vP*"), strict=False):
         if "results" in summary:
             figures = [100 * summary["results"][split][summary["metric"]] for split in splits]
-            label = f"{TITLES[model]} ({model})" if model in TITLES else model
+            label = f"{MODELS[model].title} ({model})" if model in MODELS else model
             axes.plot(sizes, figures, marker=marker, linewidth=2, label=label)
     axes.plot(sizes, [100 * x for x in chance_levels(task, summaries)], "k--", linewidth=1, label="chance")
     axes.set_xscale("log", base=2)
@@ -95,15 +77,10 @@ def draw_comparison(task: Task, summaries: dict[str, dict], path: Path) -> None:
 
 
 def describe_axes(axes, task: Task) -> None:
-    if isinstance(task, GroupWords):
-        trained, tested = task.length, "length of the test words"
-        title, measured = f"Words over {task.group.upper()}: is the product of all letters right?", "final accuracy (%)"
-    else:
-        trained, tested = task.windows, "windows of the test episodes"
-        title, measured = "Shell game: does the policy reach for the ball?", "success (%)"
-    axes.set_title(title, fontsize=13)
-    axes.set_xlabel(f"{tested} (grey: {trained:,}, the longest in training)")
-    axes.set_ylabel(measured)
+    trained = task.trained_size
+    axes.set_title(task.question, fontsize=13)
+    axes.set_xlabel(f"{task.size_name} of the test {task.texts.sequences} (grey: {trained:,}, the longest in training)")
+    axes.set_ylabel(f"{task.main_metric.replace('_', ' ')} (%)")
     axes.axvline(trained, color="0.8", zorder=0)
 
 
@@ -113,7 +90,7 @@ def task_of(summaries: dict[str, dict]) -> Task:
         raise ValueError("The file does not hold what train_hf.py compare writes.")
     for summary in summaries.values():
         if "command" in summary:
-            return resolve(shlex.split(summary["command"])[2:])[2]
+            return resolve(shlex.split(summary["command"])[2:]).task
     raise ValueError("None of the runs has finished: there is nothing to draw.")
 
 

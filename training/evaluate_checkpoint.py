@@ -10,26 +10,18 @@ import re
 from pathlib import Path
 
 import torch
-import transformers
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
-from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
-from ..datasets_scripts.task import Task, check_at_least
+from ..datasets_scripts.task import check_at_least
 from ..datasets_scripts.tasks import make_task
-from ..modeling.auto import AutoModelForBehaviorCloning
 from ..modeling.hub.errors import clear_errors
-from . import record as run_record
-from .arguments import UsageError, build, head_of, make_folder, part, split_overrides
-from .evaluation import evaluate, main_metric
-
-
-def auto_class(task: Task) -> type:
-    """The Auto class whose models learn a task."""
-    own = {"AutoModelForBehaviorCloning": AutoModelForBehaviorCloning}
-    name = head_of(task)
-    return own.get(name) or getattr(transformers, name)
+from . import record
+from .command_line import part, split_overrides
+from .evaluation import evaluate
+from .models import load_model
+from .usage import UsageError, checked, make_folder
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,28 +51,27 @@ def evaluate_command(arguments: list[str]) -> None:
     trained_on, recorded = recorded_task(given.checkpoint, needed=given.task is None)
     name, changed = given.task or trained_on, part(overrides, "task")
     if name is None:
-        raise UsageError(f"{given.checkpoint} has no {run_record.RUN}, so --task is needed.")
-    task = build(make_task, name, **(recorded if given.task is None else {}) | changed)
+        raise UsageError(f"{given.checkpoint} has no {record.RUN}, so --task is needed.")
+    task = checked(make_task, name, **(recorded if given.task is None else {}) | changed)
     for split in given.splits or []:
-        build(task.check_split, split, 0, 0)
+        checked(task.check_split, split, 0, 0)
     refusal = f"{given.checkpoint} was trained on {trained_on or 'another task'} and cannot do {name}"
     refusal += "".join(f", {setting}={value}" for setting, value in changed.items())
     model = load_model(given.checkpoint, task, refusal, given.trust_remote_code)
     results = evaluate(model.to(given.device), task, given.splits, given.batch_size, given.piece_length, progress=True)
-    metric = main_metric(task)
     print(f"\n{given.checkpoint} on {name}, in per cent\n")
-    print(f"| test set | {metric.replace('_', ' ')} | chance |\n| --- | --- | --- |")
+    print(f"| test set | {task.main_metric.replace('_', ' ')} | chance |\n| --- | --- | --- |")
     for split, found in results.items():
-        print(f"| {split} | {100 * found[metric]:.2f} | {100 * found['chance']:.2f} |")
+        print(f"| {split} | {100 * found[task.main_metric]:.2f} | {100 * found['chance']:.2f} |")
     if given.out:
-        summary = {"checkpoint": given.checkpoint, "task": name, "metric": metric, "results": results}
-        run_record.write_json(given.out, summary | {"environment": run_record.environment()})
+        summary = {"checkpoint": given.checkpoint, "task": name, "metric": task.main_metric, "results": results}
+        record.write_json(given.out, summary | {"environment": record.environment()})
 
 
 def check_options(given: argparse.Namespace) -> None:
     """Refuses what would otherwise show in the middle of the work, or after it."""
     for name in ("batch_size", "piece_length"):
-        build(check_at_least, name, getattr(given, name), 1)
+        checked(check_at_least, name, getattr(given, name), 1)
     try:
         torch.zeros(1, device=given.device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -132,7 +123,7 @@ def recorded_task(checkpoint: str, needed: bool) -> tuple[str | None, dict]:
     The task that a checkpoint was trained on, and its settings, by its own record; None if there is none. A damaged one
     is an error only where it is needed.
     """
-    path = find_file(checkpoint, run_record.RUN)
+    path = find_file(checkpoint, record.RUN)
     if path is None:
         return None, {}
     try:
@@ -142,46 +133,3 @@ def recorded_task(checkpoint: str, needed: bool) -> tuple[str | None, dict]:
         if not needed:
             return None, {}
         raise UsageError(f"{path} holds no record of a run ({error!r}): give --task.") from error
-
-
-def load_model(checkpoint: str, task: Task, refusal: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """
-    The model of a checkpoint, if it can do the task at all.
-
-    Args:
-        refusal: What to say if it cannot; the reason follows.
-    """
-    options = {"trust_remote_code": trust_remote_code}
-    try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint, **options)
-        # Before the weights, about which transformers would have much to say.
-        reason = why_not(config, task)
-        if reason:
-            raise UsageError(f"{refusal}: {reason}.")
-        model, loading = auto_class(task).from_pretrained(checkpoint, output_loading_info=True, **options)
-    except UsageError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{checkpoint} cannot be loaded: {error}") from error
-    if loading["missing_keys"]:
-        raise UsageError(f"{refusal}: it has no weights called {', '.join(sorted(loading['missing_keys']))}.")
-    return model
-
-
-def why_not(config: PreTrainedConfig, task: Task) -> str | None:
-    """Why a model of this configuration cannot do a task; None if it can."""
-    head = head_of(task).removeprefix("AutoModel")
-    architecture = (config.architectures or [head])[0]
-    if not architecture.endswith(head):
-        return f"it is a {architecture}, the task is for a model {head}"
-    # How frames and episodes are weighed matters to the loss only.
-    needed = {name: x for name, x in task.model_fields.items() if name not in ("cue_weight", "episode_loss")}
-    found = {name: getattr(config, name, None) for name in needed}
-    if found != needed:
-        has, needs = (", ".join(f"{name}={x}" for name, x in sizes.items()) for sizes in (found, needed))
-        return f"it has {has}, the task needs {needs}"
-    # Two groups may have as many elements; a checkpoint that names its letters names its elements too.
-    names = task.model_names if getattr(config, "token_names", None) else {}
-    if any(getattr(config, name) != x for name, x in names.items()):
-        return "its letters and elements have other names"
-    return None

@@ -3,7 +3,6 @@ A model on the evaluation sets of a task. The state is handed on from piece to p
 memory of a pass does not grow with their length.
 """
 
-import dataclasses
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,11 +10,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from ..datasets_scripts.shell_game import no_tracking_prior
 from ..datasets_scripts.task import Task
-
-# Columns that the model reads; metrics need only the others.
-INPUTS = ("input_ids", "observations")
 
 
 def evaluate(
@@ -34,8 +29,7 @@ def evaluate(
         batch_size, piece_length: Sequences and positions in a pass. They change no result but for rounding.
         progress: Whether to show a bar.
     """
-    if getattr(task, "packed", False):
-        task = dataclasses.replace(task, packed=False)
+    task = task.for_evaluation
     splits = list(task.test_sizes if splits is None else splits)
     for split in splits:
         task.check_split(split, 0, 0)
@@ -54,35 +48,26 @@ def evaluate_split(model: nn.Module, task: Task, split: str, batch_size: int, pi
     size = task.splits[split]
     for start in range(0, size, batch_size):
         rows = task.rows(split, start, min(start + batch_size, size))
-        predictions.append(predict(model, task.model_inputs(rows), piece_length))
-        columns.append({name: x for name, x in rows.items() if name not in INPUTS})
+        predictions.append(predict(model, task, task.model_inputs(rows), piece_length))
+        # The largest column by far, which metrics do not need.
+        columns.append({name: x for name, x in rows.items() if name != task.input_column})
         bar.update(len(predictions[-1]))
     rows = {name: join([part[name] for part in columns]) for name in columns[0]}
-    return task.metrics(join(predictions), rows) | {"chance": chance(task, rows)}
-
-
-def chance(task: Task, rows: dict[str, np.ndarray]) -> float:
-    """What the best guess gets on these rows without following the state."""
-    if "num_swaps" not in rows:
-        return task.baseline
-    swaps, counts = np.unique(rows["num_swaps"], return_counts=True)
-    return float(np.average([no_tracking_prior(int(k)) for k in swaps], weights=counts))
+    return task.metrics(join(predictions), rows) | {"chance": task.chance(rows)}
 
 
 @torch.no_grad()
-def predict(model: nn.Module, inputs: dict[str, torch.Tensor], piece_length: int) -> np.ndarray:
-    """Classes (rows, length), or actions (rows, length, action_size), at every position."""
+def predict(model: nn.Module, task: Task, inputs: dict[str, torch.Tensor], piece_length: int) -> np.ndarray:
+    """What the model predicts at every position of its inputs, (rows, length, ...)."""
     device = next(model.parameters()).device
     inputs = {name: x for name, x in inputs.items() if name != "labels"}
-    words = "input_ids" in inputs
-    options = {"output_prefix_logits": True} if words else {}
-    length = next(iter(inputs.values())).shape[1]
+    length = inputs[task.input_column].shape[1]
     state, pieces = None, []
     for start in range(0, length, piece_length):
         piece = {name: x[:, start : start + piece_length].to(device) for name, x in inputs.items()}
-        output = model(**piece, past_key_values=state, use_cache=True, **options)
+        output = model(**piece, past_key_values=state, use_cache=True, **task.forward_options)
         state = output.past_key_values
-        pieces.append((output.prefix_logits.argmax(-1) if words else output.actions.float()).cpu().numpy())
+        pieces.append(task.predictions(output).cpu().numpy())
     return np.concatenate(pieces, axis=1)
 
 
@@ -98,8 +83,3 @@ def join(arrays: list[np.ndarray]) -> np.ndarray:
 def scalars(metrics: dict) -> dict[str, float]:
     """The single figures among some metrics, for the log."""
     return {name: x for name, x in metrics.items() if isinstance(x, int | float) and name != "chance"}
-
-
-def main_metric(task: Task) -> str:
-    """The metric that the tables show."""
-    return "final_accuracy" if "vocab_size" in task.model_fields else "success"

@@ -23,12 +23,12 @@ from ..modeling.hub.checksums import changed_files
 from ..modeling.hub.contents import CONTENTS, LINK, damaged_files, describe_damage, read_contents
 from ..modeling.hub.errors import clear_errors
 from ..modeling.hub.folder_lock import FolderInUseError, folder_lock
-from . import record as run_record
+from . import record
 from .checkpoints import UNFINISHED
 from .upload import Upload, licence, plan_run
 
 DATASET_NAME = "state-tracking"
-EDITABLE = (run_record.CARD_FILE, run_record.PLOT)  # what readers look at; results are as they were found, or refused
+EDITABLE = (record.CARD_FILE, record.PLOT)  # what readers look at; results are as they were found, or refused
 UNKNOWN_OWNER = "OWNER"  # in a dry run, which asks nobody whose the token is
 
 
@@ -57,7 +57,7 @@ def plan(
     if not folder.is_dir():
         raise RefusedError(f"{folder} is not there.")
     check_files(folder, allow_edited)
-    summary = json.loads((folder / run_record.RESULTS).read_text(encoding="utf-8"))
+    summary = json.loads((folder / record.RESULTS).read_text(encoding="utf-8"))
     check_run(folder, summary, allow_uncommitted)
     default = "-".join([summary["task"], summary["model"], summary["preset"], f"seed{summary['seed']}"])
     return plan_run(folder, f"{owner}/{name or default}", summary)
@@ -65,9 +65,9 @@ def plan(
 
 def check_files(folder: Path, allow_edited: Collection[str]) -> None:
     """Refuses a run whose files are not those that were evaluated."""
-    if not (folder / run_record.RESULTS).exists():
+    if not (folder / record.RESULTS).exists():
         raise RefusedError(
-            f"{folder} is not evaluated: it has no {run_record.RESULTS}. A run gets one when it finishes "
+            f"{folder} is not evaluated: it has no {record.RESULTS}. A run gets one when it finishes "
             "(train_hf.py --resume_from_checkpoint goes on with one); its single checkpoints have none."
         )
     damaged = damaged_files(folder)
@@ -89,7 +89,7 @@ def check_files(folder: Path, allow_edited: Collection[str]) -> None:
 def not_listed(folder: Path) -> dict[str, str]:
     """What a finished run lists with a checksum, and this one does not."""
     listed = read_contents(folder)
-    needed = {run_record.RESULTS, run_record.RUN, run_record.CARD_FILE, *listed}
+    needed = {record.RESULTS, record.RUN, record.CARD_FILE, *listed}
     return {name: f"has no checksum in {CONTENTS}" for name in needed if "sha256" not in listed.get(name, {})}
 
 

@@ -17,16 +17,19 @@ from ..modeling.hub.contents import write_contents
 from ..modeling.hub.errors import clear_errors
 from ..modeling.hub.folder_lock import FolderInUseError, folder_lock
 from ..modeling.scan.dispatch import select_backend
-from . import record as run_record
-from .arguments import TrainingRun, UsageError, make_folder
+from . import record
+from .arguments import TrainingRun
 from .batches import FreshBatches
 from .checkpoints import remove_unfinished
 from .comparison import draw_comparison
-from .evaluate_checkpoint import auto_class
 from .evaluation import evaluate, scalars
 from .host_memory import keep_memory
+from .model_card import model_card
+from .models import new_model
+from .resume import find_checkpoint
 from .trainer import ResumableTrainer, StopOnSignal
 from .upload import PushCheckpoints, plan_run
+from .usage import UsageError, make_folder
 
 
 class StoppedError(Exception):
@@ -49,7 +52,7 @@ def train(run: TrainingRun) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with folder_lock(folder):
-            checkpoint = run_record.find_checkpoint(run)
+            checkpoint = find_checkpoint(run)
             remove_unfinished(folder)
             return train_alone(run, checkpoint)
     except FolderInUseError as error:
@@ -63,12 +66,12 @@ def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
     [checkpoint] = broadcast_object_list([checkpoint])
     repository = create_repository(args)
     transformers.set_seed(args.seed)
-    model = auto_class(run.task).from_config(run.config)
-    record = run_record.run_record(run)
+    model = new_model(run.task, run.config)
+    settings = record.run_settings(run)
     if args.process_index == 0:
         announce(run, model, checkpoint)
         compile_ahead(run)
-        run_record.write_json(Path(args.output_dir, run_record.RUN), record)
+        record.write_json(Path(args.output_dir, record.RUN), settings)
     seed = args.seed if args.data_seed is None else args.data_seed
     accumulation = args.gradient_accumulation_steps
     batches = FreshBatches(run.task, seed, args.max_steps, accumulation, args.process_index, args.world_size)
@@ -77,13 +80,13 @@ def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
         args,
         batches,
         lambda model: scalars(evaluate_run(model, run, ["validation"])["validation"]),
-        record={run_record.RUN: json.dumps(record, indent=2)},
+        record={record.RUN: json.dumps(settings, indent=2)},
     )
     stop = StopOnSignal()
     trainer.add_callback(stop)
     if repository and args.hub_strategy == "every_save":
         api = HfApi(token=args.hub_token)
-        trainer.add_callback(PushCheckpoints(api, repository, (run_record.RUN,), args.hub_revision))
+        trainer.add_callback(PushCheckpoints(api, repository, (record.RUN,), args.hub_revision))
     trainer.train(resume_from_checkpoint=checkpoint)
     if stop.stopped and trainer.state.global_step < args.max_steps:
         raise StoppedError(
@@ -100,7 +103,7 @@ def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) 
     trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
     saved = trainer.save_finished()
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    summary = run_record.summary(run, model, results, losses)
+    summary = record.summary(run, model, results, losses)
     if args.process_index == 0:
         write_results(run, trainer, summary, repository, saved)
         if repository:
@@ -121,18 +124,18 @@ def write_results(
     """
     out = Path(run.args.output_dir)
     try:
-        write_atomically(out / run_record.PLOT, lambda part: draw_comparison(run.task, {run.model_name: summary}, part))
+        write_atomically(out / record.PLOT, lambda part: draw_comparison(run.task, {run.model_name: summary}, part))
     except Exception as error:  # whatever it is, the results are worth more than their picture
-        (out / run_record.PLOT).unlink(missing_ok=True)  # the card then goes without
+        (out / record.PLOT).unlink(missing_ok=True)  # the card then goes without
         if not isinstance(error, ImportError):  # which was said at the start
             print(f"No picture of the results could be drawn: {error}", file=sys.stderr)
-    plot = (out / run_record.PLOT).exists()
-    card = run_record.model_card(run, summary, repository or run.args.output_dir, plot)
+    plot = (out / record.PLOT).exists()
+    card = model_card(run, summary, repository or run.args.output_dir, plot)
     write_atomically(out / "trainer_state.json", lambda part: trainer.state.save_to_json(str(part)))
-    write_atomically(out / run_record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
-    run_record.write_json(out / run_record.RESULTS, summary)
-    written = [*saved, "trainer_state.json", run_record.RUN, run_record.RESULTS, run_record.CARD_FILE]
-    write_contents(out, written + [run_record.PLOT] * plot)
+    write_atomically(out / record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
+    record.write_json(out / record.RESULTS, summary)
+    written = [*saved, "trainer_state.json", record.RUN, record.RESULTS, record.CARD_FILE]
+    write_contents(out, written + [record.PLOT] * plot)
 
 
 def push_finished(args, summary: dict, repository: str) -> None:
@@ -213,6 +216,6 @@ def prepare(*runs: TrainingRun) -> None:
     for run in runs:
         make_folder("output_dir", Path(run.args.output_dir))
         if len(runs) > 1:
-            run_record.find_checkpoint(run)  # the first is trained for nothing if another cannot be
+            find_checkpoint(run)  # the first is trained for nothing if another cannot be
     if not can_draw():
         print(f"No picture will be drawn. {NO_MATPLOTLIB}", flush=True)

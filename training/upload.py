@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..modeling.hub.contents import read_contents
 from ..modeling.hub.errors import clear_errors
-from . import record as run_record
+from . import record
 
 # The files of a model, among those that a run has written; what else it has written stays where it is.
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "config.json")
@@ -65,10 +65,10 @@ def written_files(folder: Path, *names: str) -> dict[str, Path]:
 
 def plan_run(folder: Path, repo_id: str, summary: dict) -> Upload:
     """A finished run, with its card speaking of the repository."""
-    card = (folder / run_record.CARD_FILE).read_text(encoding="utf-8")
+    card = (folder / record.CARD_FILE).read_text(encoding="utf-8")
     card = re.sub(r'^checkpoint = ".*"$', f'checkpoint = "{repo_id}"', card, flags=re.MULTILINE)
-    files = written_files(folder, run_record.RUN, run_record.RESULTS, run_record.PLOT)
-    made = {run_record.CARD_FILE: card.encode(), "LICENSE": licence()}
+    files = written_files(folder, record.RUN, record.RESULTS, record.PLOT)
+    made = {record.CARD_FILE: card.encode(), "LICENSE": licence()}
     split, figures = list(summary["results"].items())[-1]
     metric = summary["metric"]
     note = f"{summary['parameters']:,} parameters; {metric.replace('_', ' ')} {100 * figures[metric]:.1f} % on {split}"

@@ -18,13 +18,13 @@ from transformers import Trainer, TrainingArguments
 from helpers.training_program import TINY_MODEL
 from mamba3_nplr import Mamba3NPLRConfig, pad_sequences
 from mamba3_nplr.configuration.citations import CITATIONS
-from mamba3_nplr.datasets_scripts import build as building
-from mamba3_nplr.datasets_scripts import show as showing
+from mamba3_nplr.datasets_scripts import build, show
 from mamba3_nplr.datasets_scripts.columns import from_arrow, read_columns, to_arrow
+from mamba3_nplr.datasets_scripts.shell_game_episodes import ball_path
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.hub.checksums import changed_files
-from mamba3_nplr.training import publish as publishing
-from mamba3_nplr.training.evaluate_checkpoint import auto_class
+from mamba3_nplr.training import publish
+from mamba3_nplr.training.models import new_model
 
 pytestmark = pytest.mark.usefixtures("small_test_sets")
 
@@ -33,7 +33,7 @@ TASKS = ["s5_generators", "shell", "shell_jitter"]
 
 @pytest.fixture
 def built(tmp_path):
-    building.build(tmp_path / "out", train_size=20, names=TASKS)
+    build.build(tmp_path / "out", train_size=20, names=TASKS)
     return tmp_path / "out"
 
 
@@ -98,7 +98,7 @@ def test_the_reader_packs_what_differs_in_length(built, tmp_path):
 @pytest.mark.parametrize("remove_unused_columns", [True, False])
 def test_trainer_trains_on_what_was_built(name, remove_unused_columns, built, tmp_path):
     task = make_task(name)
-    model = auto_class(task).from_config(Mamba3NPLRConfig(**TINY_MODEL, **task.model_fields))
+    model = new_model(task, Mamba3NPLRConfig(**TINY_MODEL, **task.model_fields))
     by_hand = task.model_inputs(task.rows("train", 0, 20))
     rows = load(built, name, "train", tmp_path / "cache")
     arguments = TrainingArguments(
@@ -130,7 +130,7 @@ def test_the_reader_takes_parts_of_arrow_arrays(lengths):
 
 
 def test_a_build_is_the_same_bit_for_bit(built, tmp_path):
-    building.build(tmp_path / "again", train_size=20, names=TASKS)
+    build.build(tmp_path / "again", train_size=20, names=TASKS)
     files = sorted(path.relative_to(built) for path in built.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(tmp_path / "again") for path in (tmp_path / "again").rglob("*.*"))
     assert sum(path.suffix == ".parquet" for path in files) == 8 + 6 + 10
@@ -150,10 +150,20 @@ def test_the_card_is_valid(built):
     assert "| `labels` | frames x 2 float32 |" in card.text
 
 
+WITHOUT_MATPLOTLIB = """
+import sys
+sys.modules["matplotlib"] = None
+from mamba3_nplr.datasets_scripts import build
+from mamba3_nplr.datasets_scripts.tasks import make_task
+
+build.make_task = lambda name: make_task(name, test_size=6)
+build.main()
+"""
+
+
 def test_a_build_without_matplotlib_goes_without_a_picture(tmp_path):
     out = tmp_path / "out"
-    script = "import sys; sys.modules['matplotlib'] = None; from mamba3_nplr.datasets_scripts.build import main; main()"
-    command = [sys.executable, "-c", script, str(out), "--train_size", "5", "--tasks", "z5"]
+    command = [sys.executable, "-c", WITHOUT_MATPLOTLIB, str(out), "--train_size", "5", "--tasks", "z5", "shell"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     [line] = [line for line in done.stdout.splitlines() if "picture" in line]
     assert "pip install 'mamba3_nplr[plot]'" in line
@@ -163,8 +173,17 @@ def test_a_build_without_matplotlib_goes_without_a_picture(tmp_path):
     assert len(load(out, "z5", "train", tmp_path / "cache")) == 5
 
 
+def test_the_card_tells_of_the_tasks_that_are_there(tmp_path):
+    build.build(tmp_path / "out", train_size=5, names=["z5"])
+    card = DatasetCard.load(tmp_path / "out" / "README.md")
+    assert card.data.pretty_name == "State tracking: group words"
+    assert card.data.task_categories == ["token-classification"] and "imitation-learning" not in card.data.tags
+    assert "## Words" in card.text and "observations" not in card.text and "shell" not in card.text.lower()
+    assert not list((tmp_path / "out").glob("*.png"))
+
+
 def test_a_stopped_build_goes_on(tmp_path, monkeypatch, capsys):
-    write, calls = building.write_atomically, []
+    write, calls = build.write_atomically, []
 
     def full_disk(path, write_part):
         if path.suffix == ".parquet":
@@ -175,17 +194,17 @@ def test_a_stopped_build_goes_on(tmp_path, monkeypatch, capsys):
 
     arguments = [str(tmp_path / "out"), "--train_size", "20", "--tasks", *TASKS]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(building, "write_atomically", full_disk)
-        building.main(arguments)
+        patch.setattr(build, "write_atomically", full_disk)
+        build.main(arguments)
     assert stopped.value.code == 1 and "The disk is full" in capsys.readouterr().err
     assert not (tmp_path / "out" / "README.md").exists()
     assert not list((tmp_path / "out").rglob(".*"))
     whole = list((tmp_path / "out").rglob("*.parquet"))
     assert len(whole) == 4
     before = {path: path.stat().st_mtime_ns for path in whole}
-    building.main(arguments)
+    build.main(arguments)
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    building.build(tmp_path / "fresh", train_size=20, names=TASKS)
+    build.build(tmp_path / "fresh", train_size=20, names=TASKS)
     for path in (tmp_path / "fresh").rglob("*.*"):
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "fresh")).read_bytes()
 
@@ -199,8 +218,8 @@ def flip(path):
 @pytest.fixture
 def words(tmp_path, monkeypatch):
     """A small build, without the picture, which takes longer than all else."""
-    monkeypatch.setattr(building, "can_draw", lambda: False)
-    building.build(tmp_path / "out", train_size=5, names=["z5"])
+    monkeypatch.setattr(build, "can_draw", lambda: False)
+    build.build(tmp_path / "out", train_size=5, names=["z5"])
     return tmp_path / "out"
 
 
@@ -220,7 +239,7 @@ def test_what_was_damaged_is_built_again_and_never_certified(damage, words, caps
     times = {path: path.stat().st_mtime_ns for path in words.rglob("*.parquet")}
     damage(words / name)
     capsys.readouterr()
-    building.build(words, train_size=5, names=["z5"])
+    build.build(words, train_size=5, names=["z5"])
     assert {path: path.read_bytes() for path in words.rglob("*.*")} == before
     assert [path for path, time in times.items() if path.stat().st_mtime_ns != time] == [words / name]
     said = capsys.readouterr().out
@@ -240,31 +259,30 @@ def test_files_without_a_record_are_not_trusted(record, words):
     before = {path: path.read_bytes() for path in words.rglob("*.*")}
     (words / "checksums.json").unlink() if record is None else (words / "checksums.json").write_bytes(record)
     flip(words / "z5" / "test_128-00000-of-00001.parquet")
-    building.build(words, train_size=5, names=["z5"])
+    build.build(words, train_size=5, names=["z5"])
     assert {path: path.read_bytes() for path in words.rglob("*.*")} == before
 
 
 def test_settings_that_were_changed_are_written_again_or_refused(words):
     before = (words / "build.json").read_bytes()
     (words / "build.json").write_bytes(before.replace(b"\n", b" \n"))
-    building.build(words, train_size=5, names=["z5"])
+    build.build(words, train_size=5, names=["z5"])
     assert (words / "build.json").read_bytes() == before
     for content in (b"{", b"3", b"\xff"):
         (words / "build.json").write_bytes(content)
         with pytest.raises(ValueError, match="build.json cannot be read.*Give another folder"):
-            building.build(words, train_size=5, names=["z5"])
+            build.build(words, train_size=5, names=["z5"])
 
 
 HANGING_BUILD = """
 import sys, time
 from pathlib import Path
 from mamba3_nplr.modeling.hub import atomic_files
-from mamba3_nplr.datasets_scripts import build as building
-from mamba3_nplr.training import publish as publishing
+from mamba3_nplr.datasets_scripts import build
 from mamba3_nplr.datasets_scripts.tasks import make_task
 
-building.make_task = lambda name: make_task(name, test_size=6)
-building.can_draw = lambda: False
+build.make_task = lambda name: make_task(name, test_size=6)
+build.can_draw = lambda: False
 sync, synced = atomic_files.sync, []
 
 def hang(path):
@@ -277,7 +295,7 @@ def hang(path):
     sync(path)
 
 atomic_files.sync = hang
-building.main(sys.argv[1:])
+build.main(sys.argv[1:])
 """
 
 
@@ -289,14 +307,14 @@ def test_two_builds_at_once_one_killed_and_the_folder_ends_whole(words, tmp_path
         try:
             assert first.stdout.readline() == "half\n"
             with pytest.raises(SystemExit) as refused:
-                building.main(arguments)
+                build.main(arguments)
             assert refused.value.code == 1 and f"is in use: process {first.pid} on" in capsys.readouterr().err
         finally:
             first.kill()
     assert not (out / "README.md").exists() and len(list(out.rglob("[!.]*.parquet"))) == 3
     [part] = [path for path in out.rglob(".*") if path.suffix == ".parquet"]
     assert part.stat().st_size == 1000
-    building.main(arguments)
+    build.main(arguments)
     files = sorted(path.relative_to(out) for path in out.rglob("*.*"))
     assert files == sorted(path.relative_to(words) for path in words.rglob("*.*"))
     assert all((out / path).read_bytes() == (words / path).read_bytes() for path in files)
@@ -304,7 +322,7 @@ def test_two_builds_at_once_one_killed_and_the_folder_ends_whole(words, tmp_path
 
 
 def test_a_build_stopped_before_any_of_its_files_ends_the_same(words, tmp_path, monkeypatch, capsys):
-    write = building.write_atomically
+    write = build.write_atomically
     # Settings, their checksum, that of the first file, the file itself; the last file and the card.
     for stop_at in (1, 2, 3, 4, 18, 19):
         out, calls = tmp_path / str(stop_at), []
@@ -316,18 +334,18 @@ def test_a_build_stopped_before_any_of_its_files_ends_the_same(words, tmp_path, 
             write(path, write_part)
 
         with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-            patch.setattr(building, "write_atomically", stop)
-            building.build(out, train_size=5, names=["z5"])
-        building.build(out, train_size=5, names=["z5"])
+            patch.setattr(build, "write_atomically", stop)
+            build.build(out, train_size=5, names=["z5"])
+        build.build(out, train_size=5, names=["z5"])
         for path in words.rglob("*.*"):
             assert (out / path.relative_to(words)).read_bytes() == path.read_bytes()
     assert capsys.readouterr().out.count("built again") == 1  # the settings, without their checksum
 
 
 def test_a_folder_that_is_built_again_is_not_finished_before_it_is_whole(words, monkeypatch):
-    publishing.plan(words, "user")
+    publish.plan(words, "user")
     (words / "checksums.json").write_text("{")
-    write, calls = building.write_atomically, []
+    write, calls = build.write_atomically, []
 
     def stop(path, write_part):
         calls.append(path)
@@ -336,12 +354,12 @@ def test_a_folder_that_is_built_again_is_not_finished_before_it_is_whole(words, 
         write(path, write_part)
 
     with monkeypatch.context() as patch, pytest.raises(InterruptedError):
-        patch.setattr(building, "write_atomically", stop)
-        building.build(words, train_size=5, names=["z5"])
-    with pytest.raises(publishing.RefusedError, match="a build that was stopped"):
-        publishing.plan(words, "user")
-    building.build(words, train_size=5, names=["z5"])
-    assert len(publishing.plan(words, "user").files) == 8 + 4
+        patch.setattr(build, "write_atomically", stop)
+        build.build(words, train_size=5, names=["z5"])
+    with pytest.raises(publish.RefusedError, match="a build that was stopped"):
+        publish.plan(words, "user")
+    build.build(words, train_size=5, names=["z5"])
+    assert len(publish.plan(words, "user").files) == 8 + 4
 
 
 def test_a_build_killed_in_its_first_moment_goes_on(words):
@@ -350,19 +368,19 @@ def test_a_build_killed_in_its_first_moment_goes_on(words):
     (words / "z5").rmdir()
     (words / ".mamba3_nplr.lock").write_text("process 1 on nowhere\n")
     (words / ".build.json.0123abcd.part.json").write_text("{")
-    building.build(words, train_size=5, names=["z5"])
+    build.build(words, train_size=5, names=["z5"])
     assert not list(words.glob(".*"))
 
 
 def test_folders_are_never_mixed(built, tmp_path):
     with pytest.raises(ValueError, match="other settings .train_size there: 20, now: 30"):
-        building.build(built, train_size=30, names=TASKS)
+        build.build(built, train_size=30, names=TASKS)
     with pytest.raises(ValueError, match="other settings .tasks there"):
-        building.build(built, train_size=20, names=["z5"])
+        build.build(built, train_size=20, names=["z5"])
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="is not empty and holds no build"):
-        building.build(tmp_path / "mine", train_size=20, names=TASKS)
+        build.build(tmp_path / "mine", train_size=20, names=TASKS)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     settings = json.loads((built / "build.json").read_text())
     assert settings["train_size"] == 20 and settings["tasks"] == TASKS
@@ -372,7 +390,7 @@ def test_a_folder_that_cannot_be_is_a_sentence(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/nowhere")):
         with pytest.raises(SystemExit) as stop:
-            building.main([str(out), "--train_size", "5", "--tasks", "z5"])
+            build.main([str(out), "--train_size", "5", "--tasks", "z5"])
         assert stop.value.code in (1, 2) and str(out) in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -383,17 +401,17 @@ BAD = {"task='s6' is unknown": ["--tasks", "s6"], "train_size=-5": ["--train_siz
 @pytest.mark.parametrize(("message", "arguments"), BAD.items())
 def test_bad_arguments_of_the_command(message, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        building.main([str(tmp_path / "out"), *arguments])
+        build.main([str(tmp_path / "out"), *arguments])
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["s5_generators", "shell", "shell_jitter"])
 def test_show_draws_and_prints(name, tmp_path, capsys):
-    showing.main([name, "--index", "3", "--out", str(tmp_path / "picture.png")])
+    show.main([name, "--index", "3", "--out", str(tmp_path / "picture.png")])
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    showing.main([name, "--index", "3", "--split", "train"])
+    show.main([name, "--index", "3", "--split", "train"])
     text = capsys.readouterr().out
     row = make_task(name).rows("train", 3, 4)
     if name == "s5_generators":
@@ -405,16 +423,16 @@ def test_show_draws_and_prints(name, tmp_path, capsys):
 @pytest.mark.parametrize("name", ["shell", "shell_jitter"])
 def test_the_drawn_path_is_that_of_the_tracking_demonstrator(name):
     for index in range(30):
-        row = showing.one_row(make_task(name, demonstrator="track"), "validation", index)
-        assert np.array_equal(showing.ball_path(row), row["labels"][:, 0])
+        row = show.one_row(make_task(name, demonstrator="track"), "validation", index)
+        assert np.array_equal(ball_path(row), row["labels"][:, 0])
 
 
 @pytest.mark.parametrize(("name", "length"), [("z5", 64), ("s5_generators", 512)])
 def test_the_picture_of_a_word_shows_every_point_at_its_place(name, length):
     task = make_task(name)
-    row = showing.one_row(task, f"test_{length}", 0)
+    row = show.one_row(task, f"test_{length}", 0)
     axes = Figure().add_subplot()
-    showing.draw_word(axes, task, row)
+    task.draw_row(axes, row)
     [image] = axes.images
     for step, label in enumerate([0, *row["labels"]]):
         for point, place in enumerate(task.algebra.elements[label]):
@@ -441,5 +459,5 @@ def test_show_refuses_what_is_not_there(capsys):
         (["z5", "--index", "512"], "are not in validation, which has 512"),
     ]:
         with pytest.raises(SystemExit):
-            showing.main(arguments)
+            show.main(arguments)
         assert message in capsys.readouterr().err

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning
-from mamba3_nplr.datasets_scripts.shell_game import SLOTS, ShellGame, no_tracking_prior, swapping_cups
+from mamba3_nplr.datasets_scripts.shell_game import ShellGame, no_tracking_prior
+from mamba3_nplr.datasets_scripts.shell_game_episodes import SLOTS, swapping_cups
 from mamba3_nplr.datasets_scripts.tasks import make_task
 
 

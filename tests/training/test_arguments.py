@@ -8,18 +8,12 @@ from transformers import TrainingArguments
 
 from mamba3_nplr.configuration.presets import MODELS, PRESETS
 from mamba3_nplr.datasets_scripts.tasks import TASKS
-from mamba3_nplr.training import arguments as training_run
-from mamba3_nplr.training.arguments import (
-    LAST,
-    OFTEN_USED,
-    UsageError,
-    help_text,
-    make_folder,
-    make_parser,
-    parse_run,
-)
-from mamba3_nplr.training.evaluate_checkpoint import auto_class
+from mamba3_nplr.training.arguments import parse_run
+from mamba3_nplr.training.command_line import LAST, OFTEN_USED, make_parser
+from mamba3_nplr.training.help import help_text
 from mamba3_nplr.training.limits import LIMITS
+from mamba3_nplr.training.models import new_model
+from mamba3_nplr.training.usage import UsageError, make_folder
 
 PARAMETERS = {"mamba3": 57_408, "mamba3_2": 112_640, "mamba3_4": 223_104, "nplr": 74_832}
 
@@ -33,7 +27,7 @@ def one_process(monkeypatch):
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_the_models_of_the_paper_have_its_numbers_of_parameters(model):
     run = parse_run(["--task=shell", f"--model={model}"])
-    assert auto_class(run.task).from_config(run.config).num_parameters() == PARAMETERS[model]
+    assert new_model(run.task, run.config).num_parameters() == PARAMETERS[model]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -258,12 +252,13 @@ def test_a_launcher_that_started_one_process_of_several_is_noticed(monkeypatch):
 
 
 def test_what_is_to_be_reported_to_must_be_installed(monkeypatch):
-    monkeypatch.setattr(training_run, "get_available_reporting_integrations", lambda: ["trackio"])
+    installed = "mamba3_nplr.training.arguments.get_available_reporting_integrations"
+    monkeypatch.setattr(installed, lambda: ["trackio"])
     assert parse_run([]).args.report_to == []
     assert parse_run(["--report_to", "trackio", "none"]).args.report_to == ["trackio", "none"]
     with pytest.raises(UsageError, match="report_to=tensorboard needs the package of that name.*here: trackio"):
         parse_run(["--report_to=tensorboard"])
-    monkeypatch.setattr(training_run, "get_available_reporting_integrations", lambda: ["tensorboard"])
+    monkeypatch.setattr(installed, lambda: ["tensorboard"])
     assert parse_run([]).args.report_to == ["tensorboard"]
 
 

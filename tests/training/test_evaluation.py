@@ -8,8 +8,8 @@ from helpers.training_program import TINY_MODEL
 from mamba3_nplr import Mamba3NPLRConfig
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from mamba3_nplr.training.evaluate_checkpoint import auto_class, load_model
-from mamba3_nplr.training.evaluation import evaluate, join, main_metric, predict
+from mamba3_nplr.training.evaluation import evaluate, join, predict
+from mamba3_nplr.training.models import load_model, new_model
 
 SETTINGS = {
     "s5_generators": {"test_lengths": (9, 40), "test_size": 10, "length": 9},
@@ -20,7 +20,7 @@ SETTINGS = {
 
 def make(name, **settings):
     task = make_task(name, **SETTINGS[name] | settings)
-    return task, auto_class(task).from_config(Mamba3NPLRConfig(**TINY_MODEL, **task.model_fields)).double().eval()
+    return task, new_model(task, Mamba3NPLRConfig(**TINY_MODEL, **task.model_fields)).double().eval()
 
 
 def whole_prediction(model, task, rows):
@@ -52,7 +52,7 @@ def test_predictions_in_pieces_are_those_of_the_whole(name):
     task, model = make(name)
     rows = task.rows([*task.splits][2], 0, 5)
     inputs = {key: x.double() if x.is_floating_point() else x for key, x in task.model_inputs(rows).items()}
-    found, expected = predict(model, inputs, 6), whole_prediction(model, task, rows)
+    found, expected = predict(model, task, inputs, 6), whole_prediction(model, task, rows)
     if found.dtype.kind == "i":
         assert np.array_equal(found, expected)
     else:
@@ -96,7 +96,7 @@ def test_chance():
 
 
 def test_names():
-    assert main_metric(make_task("z5")) == "final_accuracy" and main_metric(make_task("shell")) == "success"
+    assert make_task("z5").main_metric == "final_accuracy" and make_task("shell").main_metric == "success"
     task, model = make("s5_generators")
     with pytest.raises(ValueError, match="split='test_7' is unknown"):
         evaluate(model, task, ["test_7"])

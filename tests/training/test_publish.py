@@ -18,12 +18,11 @@ from helpers.hub_server import HubServer, card_problems
 from helpers.places import ROOT
 from helpers.training_program import EPISODES, WORDS
 from helpers.without_package import BLOCKER
-from mamba3_nplr.datasets_scripts import build as building
+from mamba3_nplr.datasets_scripts import build
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.hub.contents import read_contents, write_contents
 from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
-from mamba3_nplr.training import publish as publishing
-from mamba3_nplr.training import record as run_record
+from mamba3_nplr.training import publish, record
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +31,11 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("publish")
     program = training_program.load_program()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_record, "git_revision", lambda: "0123456789abcdef")
+        patch.setattr(record, "git_revision", lambda: "0123456789abcdef")
         program.main([*WORDS, f"--output_dir={folder / 'words'}"])
         program.main([*EPISODES, f"--output_dir={folder / 'episodes'}"])
-        patch.setattr(building, "make_task", lambda name: make_task(name, test_size=6))
-        building.build(folder / "data", train_size=20, names=["z5", "shell"])
+        patch.setattr(build, "make_task", lambda name: make_task(name, test_size=6))
+        build.build(folder / "data", train_size=20, names=["z5", "shell"])
     return folder
 
 
@@ -97,10 +96,10 @@ def link(path):
 
 @pytest.mark.parametrize(("message", "spoil"), SPOILED.items())
 def test_what_was_not_evaluated_as_it_is_is_refused(message, spoil, copy, capsys):
-    publishing.plan(copy / "words", "user")
+    publish.plan(copy / "words", "user")
     spoil(copy / "words")
     with pytest.raises(SystemExit) as stop:
-        publishing.main([str(copy / "words"), "--owner=user", "--dry_run"])
+        publish.main([str(copy / "words"), "--owner=user", "--dry_run"])
     assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
@@ -108,40 +107,40 @@ def test_a_card_that_was_edited_is_published_if_asked_for(copy, capsys):
     run = copy / "words"
     card = (run / "README.md").read_text() + "Mine.\n"
     (run / "README.md").write_text(card)
-    with pytest.raises(publishing.RefusedError, match="README.md has"):
-        publishing.plan(run, "user")
-    publishing.main([str(run), "--owner=user", "--dry_run", "--allow_edited=README.md"])
-    assert b"Mine." in publishing.plan(run, "user", allow_edited=["README.md"]).files["README.md"]
+    with pytest.raises(publish.RefusedError, match="README.md has"):
+        publish.plan(run, "user")
+    publish.main([str(run), "--owner=user", "--dry_run", "--allow_edited=README.md"])
+    assert b"Mine." in publish.plan(run, "user", allow_edited=["README.md"]).files["README.md"]
     link(run / "README.md")
     flip(run / "results.png")
-    with pytest.raises(publishing.RefusedError, match="README.md is a symbolic link; results.png has been changed"):
-        publishing.plan(run, "user", allow_edited=["README.md"])
+    with pytest.raises(publish.RefusedError, match="README.md is a symbolic link; results.png has been changed"):
+        publish.plan(run, "user", allow_edited=["README.md"])
     capsys.readouterr()
     with pytest.raises(SystemExit):
-        publishing.main([str(run), "--owner=user", "--dry_run", "--allow_edited=results.json"])
+        publish.main([str(run), "--owner=user", "--dry_run", "--allow_edited=results.json"])
     assert "invalid choice: 'results.json'" in capsys.readouterr().err
 
 
 def test_only_files_that_the_run_wrote_are_published(copy, capsys):
     run = copy / "words"
-    before = publishing.plan(run, "user").files
+    before = publish.plan(run, "user").files
     for name in ("my_secrets.py", "private.safetensors", "private.safetensors.index.json"):
         (run / name).write_text("mine")
     (run / "linked.py").symlink_to(__file__)
-    assert publishing.plan(run, "user").files == before
+    assert publish.plan(run, "user").files == before
     assert {"model.safetensors", "config.json", "modeling_mamba3_nplr.py", "results.json", "results.png"} <= set(before)
     assert not {"trainer_state.json", "contents.json"} & set(before)
-    publishing.main([str(run), "--owner=user", "--dry_run"])
+    publish.main([str(run), "--owner=user", "--dry_run"])
     assert not re.search("secrets|private|linked", capsys.readouterr().out)
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused(copy, capsys):
     run = copy / "words"
     with folder_lock(run), pytest.raises(SystemExit) as stop:
-        publishing.main([str(run), "--owner=user", "--dry_run"])
+        publish.main([str(run), "--owner=user", "--dry_run"])
     assert stop.value.code == 2
     assert f"{run} is in use: process {os.getpid()} on {socket.gethostname()}" in capsys.readouterr().err
-    publishing.main([str(run), str(run), "--owner=user", "--dry_run"])
+    publish.main([str(run), str(run), "--owner=user", "--dry_run"])
     assert not list(run.glob(".*"))
 
 
@@ -151,30 +150,30 @@ def test_a_run_is_kept_out_while_its_folder_is_published(copy, monkeypatch):
             pass
         return "kept out"
 
-    monkeypatch.setattr(publishing, "describe", describe)
-    publishing.main([str(copy / "words"), "--owner=user", "--dry_run"])
+    monkeypatch.setattr(publish, "describe", describe)
+    publish.main([str(copy / "words"), "--owner=user", "--dry_run"])
 
 
 def test_single_checkpoints_are_refused(folders):
-    with pytest.raises(publishing.RefusedError, match="is not evaluated"):
-        publishing.plan(folders / "words" / "checkpoint-8", "user")
-    with pytest.raises(publishing.RefusedError, match="is not there"):
-        publishing.plan(folders / "nothing", "user")
+    with pytest.raises(publish.RefusedError, match="is not evaluated"):
+        publish.plan(folders / "words" / "checkpoint-8", "user")
+    with pytest.raises(publish.RefusedError, match="is not there"):
+        publish.plan(folders / "nothing", "user")
 
 
 def test_datasets_that_were_changed_or_not_finished_are_refused(copy):
     data = copy / "data"
-    publishing.plan(data, "user")
+    publish.plan(data, "user")
     flip(data / "z5" / "validation-00000-of-00001.parquet")
-    with pytest.raises(publishing.RefusedError, match="validation-00000-of-00001.parquet has been changed"):
-        publishing.plan(data, "user")
+    with pytest.raises(publish.RefusedError, match="validation-00000-of-00001.parquet has been changed"):
+        publish.plan(data, "user")
     for checksums in ("{}", "[]", "not JSON"):
         (data / "checksums.json").write_text(checksums)
-        with pytest.raises(publishing.RefusedError, match="a build that was stopped"):
-            publishing.plan(data, "user")
+        with pytest.raises(publish.RefusedError, match="a build that was stopped"):
+            publish.plan(data, "user")
     (data / "README.md").unlink()
-    with pytest.raises(publishing.RefusedError, match="a build that was stopped"):
-        publishing.plan(data, "user")
+    with pytest.raises(publish.RefusedError, match="a build that was stopped"):
+        publish.plan(data, "user")
 
 
 def test_cards_are_valid_and_show_a_picture(folders):
@@ -311,9 +310,9 @@ def test_a_dry_run_needs_no_token_and_no_network(folders, monkeypatch, capsys):
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setenv("HF_TOKEN", "hf_right")  # is not even looked at
     given = [str(folders / name) for name in ("words", "data")]
-    publishing.main([*given, "--dry_run"])
+    publish.main([*given, "--dry_run"])
     shown = capsys.readouterr().out
-    plans = [publishing.plan(Path(folder), "OWNER") for folder in given]
+    plans = [publish.plan(Path(folder), "OWNER") for folder in given]
     assert [plan.repo_id for plan in plans] == ["OWNER/s5_generators-nplr-quick-seed0", "OWNER/state-tracking"]
     assert "model OWNER/s5_generators-nplr-quick-seed0\n" in shown and "dataset OWNER/state-tracking\n" in shown
     assert "collection OWNER/mamba3_nplr" in shown and "--owner NAME" in shown
@@ -323,16 +322,16 @@ def test_a_dry_run_needs_no_token_and_no_network(folders, monkeypatch, capsys):
         for name, content in plan.files.items()
     ]
     assert shown_files(shown) == sorted(sizes)
-    publishing.main([*given, "--dry_run", "--owner=me", "--collection="])
+    publish.main([*given, "--dry_run", "--owner=me", "--collection="])
     named = capsys.readouterr().out
     assert "model me/s5_generators" in named and "OWNER" not in named and "collection" not in named
 
 
 def test_a_name_is_for_one_folder(capsys):
     with pytest.raises(SystemExit):
-        publishing.main(["a", "b", "--name=c", "--owner=user"])
+        publish.main(["a", "b", "--name=c", "--owner=user"])
     assert "--name is for a single FOLDER" in capsys.readouterr().err
 
 
 def test_the_licence_is_that_of_the_project():
-    assert publishing.licence() == (ROOT / "LICENSE").read_bytes()
+    assert publish.licence() == (ROOT / "LICENSE").read_bytes()

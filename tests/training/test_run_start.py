@@ -8,8 +8,7 @@ import pytest
 
 from helpers import training_program
 from helpers.training_program import TINY, WORDS
-from mamba3_nplr.training import record
-from mamba3_nplr.training import run as running
+from mamba3_nplr.training import record, run
 from mamba3_nplr.training.trainer import ResumableTrainer
 
 program = training_program.load_program()
@@ -76,7 +75,7 @@ def test_a_picture_that_fails_costs_no_results(tmp_path, monkeypatch, capsys):
     def fail(*arguments):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(running, "draw_comparison", fail)
+    monkeypatch.setattr(run, "draw_comparison", fail)
     program.main([*WORDS, f"--output_dir={tmp_path}"])
     assert "No picture of the results could be drawn: no fonts" in capsys.readouterr().err
     assert (tmp_path / "results.json").exists() and not (tmp_path / "results.png").exists()

@@ -29,12 +29,12 @@ from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
 from mamba3_nplr.training import comparison
-from mamba3_nplr.training import record as run_record
 from mamba3_nplr.training import run as running
 from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.batches import FreshBatches
 from mamba3_nplr.training.checkpoints import is_whole, last_whole_checkpoint
 from mamba3_nplr.training.finite import NotFiniteError, first_not_finite
+from mamba3_nplr.training.resume import find_checkpoint, find_last
 from mamba3_nplr.training.trainer import ResumableTrainer
 
 program = training_program.load_program()
@@ -458,7 +458,7 @@ def test_a_damaged_checkpoint_is_not_taken_for_whole(reason, spoil, words, tmp_p
     last = tmp_path / "run" / "checkpoint-8"
     assert is_whole(last)
     spoil(last)
-    assert run_record.find_last(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
+    assert find_last(tmp_path / "run") == tmp_path / "run" / "checkpoint-6"
     said = capsys.readouterr().err
     assert said.startswith(f"{last} is not whole and not used: ") and reason in said and "\n" not in said[:-1]
 
@@ -497,10 +497,10 @@ def test_checkpoints_of_earlier_versions_are_taken_and_that_is_said(words, tmp_p
     sizes = {name: entry["size"] for name, entry in json.loads(contents.read_text()).items()}
     contents.write_text(json.dumps(sizes))
     asked = parse_run([*WORDS, f"--output_dir={run}", "--resume_from_checkpoint"])
-    assert run_record.find_checkpoint(asked) == str(run / "checkpoint-8")
+    assert find_checkpoint(asked) == str(run / "checkpoint-8")
     assert "checkpoint-8 is of an earlier version: only the sizes" in capsys.readouterr().err
     contents.write_text(json.dumps(sizes | {"model.safetensors": 3}))
-    assert run_record.find_checkpoint(asked) == str(run / "checkpoint-6")
+    assert find_checkpoint(asked) == str(run / "checkpoint-6")
 
 
 class KilledError(BaseException):
