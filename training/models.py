@@ -1,19 +1,20 @@
 """The models that learn a task, made anew or loaded from a checkpoint."""
 
-import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..datasets_scripts.task import Task
-from ..modeling.auto import AutoModelForBehaviorCloning
+from ..modeling.families import HEADS, load
 from .usage import UsageError
 
-# The Auto classes that transformers has not.
-OWN_AUTO_CLASSES = {"AutoModelForBehaviorCloning": AutoModelForBehaviorCloning}
+
+def head_of(task: Task) -> str:
+    """How the names of the models end that learn a task."""
+    return task.auto_class.removeprefix("AutoModel")
 
 
 def auto_loader(task: Task) -> type:
     """The Auto class that makes and loads models for a task."""
-    return OWN_AUTO_CLASSES.get(task.auto_class) or getattr(transformers, task.auto_class)
+    return load(HEADS[head_of(task)])
 
 
 def new_model(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
@@ -47,7 +48,7 @@ def load_model(checkpoint: str, task: Task, refusal: str, trust_remote_code: boo
 
 def why_not(config: PreTrainedConfig, task: Task) -> str | None:
     """Why a model of this configuration cannot do a task; None if it can."""
-    head = task.auto_class.removeprefix("AutoModel")
+    head = head_of(task)
     architecture = (config.architectures or [head])[0]
     if not architecture.endswith(head):
         return f"it is a {architecture}, the task is for a model {head}"

@@ -209,8 +209,11 @@ def test_a_new_task_is_built_and_loaded(toy, tmp_path):
     assert card.data.pretty_name == f"State tracking: {texts.subject} and group words"
     assert task.hub.category in card.data.task_categories and {*texts.tags} <= {*card.data.tags}
     assert f"## {texts.heading}\n" in card.text and texts.section in card.text and task.short_description in card.text
-    pictures = [path.name for path in (tmp_path / "out").glob("*.png")]
-    assert pictures == ([texts.picture.name] if texts.picture else []) and all(x in card.text for x in pictures)
+    pictures = list((tmp_path / "out").glob("*.png"))
+    assert [path.name for path in pictures] == ([texts.picture.name] if texts.picture else [])
+    for path in pictures:
+        show.draw(task, texts.picture.split, texts.picture.index, tmp_path / "again.png")
+        assert path.name in card.text and path.read_bytes() == (tmp_path / "again.png").read_bytes()
 
 
 def test_a_new_task_is_shown(toy, tmp_path, capsys):
