@@ -1,10 +1,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
+# Those of make test-versions; what is not there is skipped.
+PYTHONS ?= python3.11 python3.13
 BENCHMARKS := busy cpu data gpu import_time models trainer
 
-.PHONY: setup test test-slow test-paths test-paths-quick fuzz campaign quality format data publish train sanity results kernels clean \
-	$(BENCHMARKS:%=benchmark-%)
+.PHONY: setup test test-slow test-paths test-paths-quick test-versions fuzz campaign quality format data publish train sanity \
+	results kernels clean $(BENCHMARKS:%=benchmark-%)
 # Made again whenever they are asked for.
 .PHONY: results/main.json results/sanity.json results/kernels.json $(BENCHMARKS:%=results/%.json)
 
@@ -29,10 +31,15 @@ test-slow: setup
 
 # The tests as on other processors and with other numbers of threads: about an hour. The quick half: those of numbers.
 test-paths: setup
-	$(RUN) tests/programs/code_paths.py
+	PYTHONPATH=tests $(RUN) tests/programs/code_paths.py
 
 test-paths-quick: setup
-	$(RUN) tests/programs/code_paths.py --quick
+	PYTHONPATH=tests $(RUN) tests/programs/code_paths.py --quick
+
+# The suite with the oldest and with the newest dependencies that pyproject.toml allows, under each of PYTHONS; or part of
+# it, such as make test-versions OPTIONS='--ends oldest -- tests/modeling'
+test-versions: setup
+	PYTHONPATH=tests $(RUN) tests/programs/versions.py --pythons $(PYTHONS) $(OPTIONS)
 
 # Random wrong calls of the compiled operators under the sanitizers of the compiler.
 fuzz: setup

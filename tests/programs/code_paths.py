@@ -15,11 +15,10 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from helpers.suite_runs import run_suite, table
 
 
 class Setting(NamedTuple):
@@ -104,7 +103,8 @@ def main():
             print(f"[{number}/{len(plan)}] {setting.name}, threads: {setting.threads}", flush=True)
             rows.append((setting, *run(setting, Path(folder), tests, usual)))
             print(f"    {rows[-1][-1]}", flush=True)
-    print(table(rows))
+    cells = ([setting.name, str(setting.threads), rounds, result] for setting, _, rounds, result in rows)
+    print(table(["setting", "threads", "rounds", "tests"], cells))
     sys.exit(any(failed for _, failed, _, _ in rows))
 
 
@@ -117,15 +117,8 @@ def run(setting: Setting, folder: Path, tests: list[str], usual: str) -> tuple[b
     other = "as usual" if rounding(variables) == usual else "differently"
     # With more threads than that, those of two workers would fight for the same cores.
     workers = "2" if setting.threads <= 2 else "0"
-    command = [sys.executable, "-m", "pytest", "-n", workers, "-p", "no:cacheprovider", *tests]
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout, done.stderr, sep="\n", flush=True)
-    lines = done.stdout.split("\n")
-    summary = next((line for line in reversed(lines) if " passed" in line or " failed" in line), "no tests ran")
-    summary = summary.strip("= ").partition(" in ")[0]
-    return bool(done.returncode), other, f"{summary} in {time.perf_counter() - start:.0f} s"
+    failed, summary = run_suite(sys.executable, ["-n", workers, *tests], variables)
+    return failed, other, summary
 
 
 def why_not(setting: Setting) -> str | None:
@@ -163,12 +156,6 @@ def environment(setting: Setting, folder: Path) -> dict[str, str]:
 def rounding(variables: dict[str, str]) -> str:
     command = [sys.executable, "-c", ROUNDING]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=True).stdout
-
-
-def table(rows: list) -> str:
-    cells = [("setting", "threads", "rounds", "tests"), ("---",) * 4]
-    cells += [(setting.name, str(setting.threads), rounds, result) for setting, _, rounds, result in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
 if __name__ == "__main__":
