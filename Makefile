@@ -12,9 +12,9 @@ BENCHMARKS := busy cpu data gpu import_time models trainer
 
 setup: $(VENV)/.ready $(VENV)/.compiled
 
-$(VENV)/.ready: pyproject.toml tests/programs/fetch_transformers_tests.py
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt tests/programs/fetch_transformers_tests.py
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --editable '.[dev]'
+	$(RUN) -m pip install --quiet --constraint .ci/constraints.txt --editable '.[dev]'
 	$(RUN) tests/programs/fetch_transformers_tests.py
 	touch $@
 
