@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         # Those of the operating system have a number; any other is a mistake of this program.
         if error.errno is None:
             raise
-        advice = "Once that is mended, give the same command again; a run goes on with --resume_from_checkpoint."
+        advice = "Once that is fixed, give the same command again; a run resumes with --resume_from_checkpoint."
         sys.exit(exit_with(f"train_hf.py: {error}. {advice}", 1))
     finally:
         if torch.distributed.is_initialized():

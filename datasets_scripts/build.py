@@ -3,7 +3,7 @@ Writes the tasks as a folder that is a dataset repository: Parquet files, a card
 
     python -m mamba3_nplr.datasets_scripts.build OUT [--train_size N] [--tasks TASK ...]
 
-A build that was stopped goes on where it was when the same command is given again, and files that were changed since
+A build that was stopped resumes when the same command is given again, and files that were changed since
 they were written are built again.
 """
 
@@ -223,8 +223,8 @@ def main(arguments: list[str] | None = None) -> None:
     except FolderInUseError as error:
         parser.exit(1, f"{error}\n")
     except OSError as error:
-        reason = "The disk is full. Make room" if error.errno == errno.ENOSPC else f"{error}. Mend that"
-        parser.exit(1, f"{reason} and give the same command again: {given.out} goes on from here.\n")
+        reason = "The disk is full. Make room" if error.errno == errno.ENOSPC else f"{error}. Fix that"
+        parser.exit(1, f"{reason} and give the same command again: the build in {given.out} resumes from here.\n")
     names = given.tasks or published_names()
     if not can_draw() and any(TASKS[name].texts.picture for name in names):
         print(f"The card has no picture. {NO_MATPLOTLIB}")

@@ -57,7 +57,7 @@ class TrainingRun:
     changed: dict
 
     def differences(self, earlier: dict) -> list[str]:
-        """What this run would do otherwise than one with the arguments `earlier`."""
+        """What this run would do differently from one with the arguments `earlier`."""
         now = json.loads(json.dumps(self.arguments))
         names = [name for name in {**earlier, **now} if not name.startswith(MAY_CHANGE)]
         changed = [name for name in names if earlier.get(name) != now.get(name)]

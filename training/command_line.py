@@ -47,7 +47,7 @@ class ParsedTrainingArguments(TrainingArguments):
 # Shown by --help; --help_all shows every field, as transformers describes it.
 OFTEN_USED = {
     "output_dir": "where checkpoints and results go (default: runs/TASK-MODEL-PRESET-seedSEED)",
-    "resume_from_checkpoint": "go on from this checkpoint or, with no value, from the last whole one in output_dir",
+    "resume_from_checkpoint": "resume from this checkpoint or, with no value, from the last whole one in output_dir",
     "seed": "of the first weights and of all batches",
     "max_steps": "updates; a curriculum is stretched to them",
     "learning_rate": "largest learning rate",
@@ -71,7 +71,7 @@ REFUSED = {
     "num_train_epochs": "every update gets a fresh batch, so there are no epochs: give --max_steps",
     "label_smoothing_factor": "it is a field of the model: give --model.label_smoothing",
     "auto_find_batch_size": "the batch of a step is fixed: give --gradient_accumulation_steps to save memory",
-    "ignore_data_skip": "a resumed run goes on with the batch of its step",
+    "ignore_data_skip": "a resumed run continues with the batch of its step",
     "save_only_model": "a run could not be resumed: delete the checkpoints once it has finished",
 }
 
@@ -210,7 +210,7 @@ def refuse_unknown(argument: str, parser: argparse.ArgumentParser, model_type: s
     name = argument[2:].partition("=")[0].replace("-", "_")
     fields = [f"model.{f.name}" for f in dataclasses.fields(CONFIG_MAPPING[model_type])]
     fields += [f"task.{f.name}" for task in TASKS.values() for f in dataclasses.fields(task)]
-    # Someone may have left out the first part of a name.
+    # Someone may have forgotten the first part of a name.
     whole = {field.partition(".")[2]: field for field in fields} | {
         action.dest: action.dest for action in parser._actions
     }

@@ -68,7 +68,7 @@ def check_files(folder: Path, allow_edited: Collection[str]) -> None:
     if not (folder / record.RESULTS).exists():
         raise RefusedError(
             f"{folder} is not evaluated: it has no {record.RESULTS}. A run gets one when it finishes "
-            "(train_hf.py --resume_from_checkpoint goes on with one); its single checkpoints have none."
+            "(train_hf.py --resume_from_checkpoint resumes one); its single checkpoints have none."
         )
     damaged = damaged_files(folder)
     if CONTENTS not in damaged:
@@ -81,7 +81,7 @@ def check_files(folder: Path, allow_edited: Collection[str]) -> None:
         edited = " ".join(f"--allow_edited {name}" for name in EDITABLE if name in refused)
         raise RefusedError(
             f"{folder} is not what was evaluated: {describe_damage(refused)}. The command of the run with "
-            "--resume_from_checkpoint evaluates its last checkpoint again and writes all files anew."
+            "--resume_from_checkpoint evaluates its last checkpoint again and writes all files again."
             + (f" What was edited on purpose is published with {edited}" if edited else "")
         )
 
@@ -109,10 +109,10 @@ def plan_dataset(folder: Path, repo_id: str) -> Upload:
     expected = build.read_checksums(folder)
     # The settings are written first, the card last.
     if build.SETTINGS not in expected or not (folder / "README.md").exists():
-        raise RefusedError(f"{folder} is a build that was stopped: give the same build command again, it goes on.")
+        raise RefusedError(f"{folder} is a build that was stopped: give the same build command again, and it resumes.")
     problems = changed_files(folder, expected)
     if problems:
-        raise RefusedError(f"{folder} is not what was built: {'; '.join(problems)}. Build it anew.")
+        raise RefusedError(f"{folder} is not what was built: {'; '.join(problems)}. Build it again.")
     card = (folder / "README.md").read_text(encoding="utf-8").replace("PATH_OR_REPOSITORY", repo_id)
     files = {name: folder / name for name in (*expected, build.CHECKSUMS)}
     made = {"README.md": card.encode(), "LICENSE": licence()}
@@ -232,7 +232,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         parser.exit(
             1,
-            f"publish: {error}\nEach repository is as it was, or holds all of its upload; the same command goes on.\n",
+            f"publish: {error}\nEach repository is as it was, or holds all of its upload; the same command resumes.\n",
         )
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint from which a run goes on, and what keeps it from being mixed with another."""
+"""The checkpoint from which a run resumes, and what keeps it from being mixed with another."""
 
 import json
 import sys
@@ -16,12 +16,12 @@ OVERWRITTEN = (CARD_FILE, PLOT, "config.json", "model.safetensors", "trainer_sta
 
 
 def find_checkpoint(run: TrainingRun) -> str | None:
-    """The checkpoint to go on from. A run is mixed neither with another in its folder nor with other settings."""
+    """The checkpoint to resume from. A run is mixed neither with another in its folder nor with other settings."""
     folder, asked = Path(run.args.output_dir), run.args.resume_from_checkpoint
     if asked is None:
         if all_checkpoints(folder) or (folder / RESULTS).exists():
             raise UsageError(
-                f"output_dir={str(folder)!r} holds a run. Give --resume_from_checkpoint to go on with it, or another "
+                f"output_dir={str(folder)!r} holds a run. Give --resume_from_checkpoint to resume it, or another "
                 "--output_dir."
             )
         lost = [name for name in OVERWRITTEN if (folder / name).exists()]
@@ -34,13 +34,13 @@ def find_checkpoint(run: TrainingRun) -> str | None:
     if asked == LAST:
         checkpoint = find_last(folder)
         if checkpoint is None:
-            return None  # the run was ended before its first checkpoint, or starts anew
+            return None  # the run was ended before its first checkpoint, or starts from scratch
     else:
         checkpoint, damaged = Path(asked), damaged_files(Path(asked))
         if damaged:
             raise UsageError(
-                f"resume_from_checkpoint={asked!r} is no whole checkpoint: {describe_damage(damaged)}. The last one in "
-                f"{folder}: {last_whole_checkpoint(folder) or 'none'}."
+                f"resume_from_checkpoint={asked!r} is not a whole checkpoint: {describe_damage(damaged)}. The last one "
+                f"in {folder}: {last_whole_checkpoint(folder) or 'none'}."
             )
     if not has_checksums(checkpoint):
         print(f"{checkpoint} is of an earlier version: only the sizes of its files were compared.", file=sys.stderr)
@@ -59,5 +59,5 @@ def find_last(folder: Path) -> Path | None:
             return checkpoint
         print(f"{checkpoint} is not whole and not used: {describe_damage(damaged)}.", file=sys.stderr)
     if all_checkpoints(folder):
-        print(f"{folder} has no whole checkpoint: the run starts anew.", file=sys.stderr)
+        print(f"{folder} has no whole checkpoint: the run starts over.", file=sys.stderr)
     return None

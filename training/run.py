@@ -91,7 +91,7 @@ def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
     if stop.stopped and trainer.state.global_step < args.max_steps:
         raise StoppedError(
             stop.stopped,
-            f"Stopped at step {trainer.state.global_step}, after a checkpoint. To go on, give the same command with "
+            f"Stopped at step {trainer.state.global_step}, after a checkpoint. To resume, give the same command with "
             "--resume_from_checkpoint",
         )
     return finish(run, trainer, repository)
@@ -145,7 +145,7 @@ def push_finished(args, summary: dict, repository: str) -> None:
         owner, _, name = repository.partition("/")
         revision = f" --revision {args.hub_revision}" if args.hub_revision else ""
         raise UploadError(
-            f"The run is finished and in {args.output_dir}, but {error} Once that is mended: "
+            f"The run is finished and in {args.output_dir}, but {error} Once that is fixed: "
             f"python -m mamba3_nplr.publish {args.output_dir} --owner {owner} --name {name}{revision}"
         ) from error
 
@@ -206,7 +206,7 @@ def announce(run: TrainingRun, model, checkpoint: str | None) -> None:
         flush=True,
     )
     if checkpoint:
-        print(f"Goes on from {checkpoint}", flush=True)
+        print(f"Resumes from {checkpoint}", flush=True)
 
 
 def prepare(*runs: TrainingRun) -> None:

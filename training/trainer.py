@@ -2,8 +2,8 @@
 `transformers.Trainer` for runs that may be killed at any moment: checkpoints that are whole or not there, a resume that
 is exact to the bit, and an end with a reason where numbers stop being finite.
 
-Weights are safetensors. What else a run needs to go on (optimizer, schedule, random numbers) stays in the form in which
-Trainer writes it and reads it back, with `weights_only=True`: it comes from this machine and is never published.
+Weights are safetensors. What else a run needs to resume (optimizer, schedule, random numbers) stays in the form in
+which Trainer writes it and reads it back, with `weights_only=True`: it comes from this machine and is never published.
 """
 
 import contextlib

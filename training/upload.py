@@ -1,4 +1,4 @@
-"""What goes to the Hub: folders of this package as one commit each, and checkpoints while a run goes on."""
+"""What goes to the Hub: folders of this package as one commit each, and checkpoints during a run."""
 
 import re
 import sys
@@ -84,8 +84,8 @@ def licence() -> bytes:
 
 class PushCheckpoints(TrainerCallback):
     """
-    Uploads the model of each checkpoint, so that the repository's history has them all. An upload that fails is told
-    and left out: training goes on, and the next one holds all that matters.
+    Uploads the model of each checkpoint, so that the repository's history has them all. An upload that fails is
+    reported and skipped: training continues, and the next one holds all that matters.
 
     Args:
         names: Further files of a checkpoint to upload.

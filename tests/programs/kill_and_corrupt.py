@@ -1,5 +1,5 @@
 """
-Kills training runs at random moments and damages their files at random. Whatever happens, a run that goes on ends with
+Kills training runs at random moments and damages their files at random. Whatever happens, a run that resumes ends with
 the same bits and the same files as one that nothing has disturbed, or it is refused with a sentence; and nothing that
 was damaged is published.
 
@@ -143,7 +143,7 @@ class Campaign:
             for _ in range(min(self.random.randint(1, 3), kills - self.counts["kills"])):
                 self.kill_once(folder)
             code, told = run(folder, "--resume_from_checkpoint")
-            check(code == 0, "a killed run goes on to its end", told)
+            check(code == 0, "a killed run resumes to its end", told)
             same_result(folder, self.whole, told)
             self.counts["killed runs that ended with the same bits"] += 1
             shutil.rmtree(folder)
@@ -184,7 +184,7 @@ class Campaign:
         self.counts[f"run: {kind}"] += 1
         check(not published(folder), f"{name}, {kind}: is not published")
         code, told = run(folder, "--resume_from_checkpoint")
-        check(code == 0, f"{name}, {kind}: the run mends itself", told)
+        check(code == 0, f"{name}, {kind}: the run repairs itself", told)
         same_result(folder, self.whole, told)
 
     def damage_checkpoint(self, folder: Path, explicit: bool) -> None:
@@ -196,15 +196,15 @@ class Campaign:
             self.counts[f"checkpoint: {kind}"] += 1
         if explicit:
             code, told = run(folder, f"--resume_from_checkpoint={last}")
-            check(code == 2 and "is no whole checkpoint" in told, f"{name}, {kind}: is refused", told)
+            check(code == 2 and "is not a whole checkpoint" in told, f"{name}, {kind}: is refused", told)
             check("Traceback" not in told, f"{name}, {kind}: is refused with a sentence", told)
             self.counts["refused when asked for by name"] += 1
         code, told = run(folder, "--resume_from_checkpoint")
-        check(code == 0 and "Traceback" not in told, f"{name}, {kind}: the run goes on", told)
+        check(code == 0 and "Traceback" not in told, f"{name}, {kind}: the run resumes", told)
         check(f"{last} is not whole" in told, f"{name}, {kind}: it is told", told)
-        check(("starts anew" if both else "Goes on from") in told, f"{name}, {kind}: goes on or starts anew", told)
+        check(("starts over" if both else "Resumes from") in told, f"{name}, {kind}: resumes or starts over", told)
         same_result(folder, self.whole, told)
-        self.counts["started anew" if both else "went on from the checkpoint before"] += 1
+        self.counts["started over" if both else "resumed from the checkpoint before"] += 1
 
     def damage(self, path: Path) -> str:
         """Damages a file; returns how."""

@@ -208,7 +208,7 @@ PUBLISH = FAULTS + textwrap.dedent(
             else:
                 raise AssertionError("should have stopped")
         print(said.getvalue(), file=sys.stderr)
-        texts = ("publish: ", "as it was, or holds all of its upload; the same command goes on.", *texts)
+        texts = ("publish: ", "as it was, or holds all of its upload; the same command resumes.", *texts)
         assert all(text in said.getvalue() for text in texts), said.getvalue()
 
     main([*folders, "--owner=user", "--dry_run"])

@@ -1,4 +1,4 @@
-"""The training program: ended at any moment it goes on to the same bits, and it says why it stops."""
+"""The training program: ended at any moment it resumes to the same bits, and it says why it stops."""
 
 import errno
 import json
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_was_cut_short_is_not_taken_for_whole(whole, tmp_path,
     (last / "optimizer.pt").write_bytes(weights[: len(weights) // 2])
     assert not is_whole(last) and last_whole_checkpoint(run) == run / "checkpoint-6"
     assert stopped([*arguments, f"--output_dir={run}", f"--resume_from_checkpoint={last}"]) == 2
-    assert "is no whole checkpoint" in capsys.readouterr().err
+    assert "is not a whole checkpoint" in capsys.readouterr().err
     (run / "checkpoint-9").mkdir()
     (run / "checkpoint-10").mkdir()
     (run / "checkpoint-10" / "model.safetensors").write_bytes(weights)
@@ -470,11 +470,12 @@ def test_a_run_goes_on_from_the_last_checkpoint_that_is_whole(words, tmp_path, c
     flip(run / "model.safetensors", -7)
     assert stopped([*WORDS, f"--output_dir={run}", f"--resume_from_checkpoint={run / 'checkpoint-8'}"]) == 2
     said = capsys.readouterr().err
-    assert "is no whole checkpoint: model.safetensors has been changed. The last one" in said and "checkpoint-6" in said
+    assert "is not a whole checkpoint: model.safetensors has been changed. The last one" in said
+    assert "checkpoint-6" in said
     resume_and_compare(WORDS, run, words)
     said = capsys.readouterr()
     assert f"{run / 'checkpoint-8'} is not whole and not used" in said.err
-    assert f"Goes on from {run / 'checkpoint-6'}" in said.out
+    assert f"Resumes from {run / 'checkpoint-6'}" in said.out
     assert is_whole(run / "checkpoint-8") and files_of(run) == files_of(words)
 
 
@@ -487,7 +488,7 @@ def test_a_run_without_a_whole_checkpoint_starts_anew_if_asked_to_go_on(words, t
     assert stopped([*WORDS, f"--output_dir={run}"]) == 2
     assert "holds a run. Give --resume_from_checkpoint" in capsys.readouterr().err
     resume_and_compare(WORDS, run, words)
-    assert f"{run} has no whole checkpoint: the run starts anew." in capsys.readouterr().err
+    assert f"{run} has no whole checkpoint: the run starts over." in capsys.readouterr().err
 
 
 def test_checkpoints_of_earlier_versions_are_taken_and_that_is_said(words, tmp_path, capsys):
