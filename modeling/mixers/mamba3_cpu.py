@@ -7,18 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..scan.cpu.compiled import (
-    ELEMENTS,
-    INTEGER,
-    NAMESPACE,
-    NUMBER,
-    TENSOR,
-    CompiledFunction,
-    contiguous,
-    refuse_second_derivative,
-)
+from ..scan.cpu.compiled import ELEMENTS, INTEGER, NUMBER, TENSOR, CompiledFunction
 from ..scan.cpu.operator import kept_slots
-from ..scan.operator_arguments import Argument, OperatorArguments, check_devices
+from ..scan.differentiable_operator import DifferentiableOperator
+from ..scan.operator_arguments import SEQUENCES, Argument, OperatorArguments
 from ..scan.sequences import TokenOrder
 from .fused_step import DTYPES, PLAIN_TYPES, is_plain
 
@@ -82,38 +74,13 @@ class BlockFrame(NamedTuple):
     residual: bool = False
 
 
-NAMES = ("projected", "k", "beta", *MixerWeights._fields, "h0", "B0", "u0", "phase0")
-GIVEN = (*NAMES, "bounds", "order")
-FINAL = ("h", "B", "u", "phase")
-INTEGERS = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
-GRADIENTS = ("grad_out", *(f"grad_{name}" for name in (*FINAL, *NAMES)))
-FIELDS = (
-    dict.fromkeys(INTEGERS, INTEGER)
-    | dict.fromkeys(("a_min", "epsilon"), NUMBER)
-    | dict.fromkeys((*NAMES, "out", *FINAL, "kept", "kept_phase", *GRADIENTS), TENSOR)
-)
-forward_function = CompiledFunction("mixer_forward", FIELDS)
-backward_function = CompiledFunction("mixer_backward", FIELDS)
-step_function = CompiledFunction(
-    "mixer_step",
-    FIELDS
-    | dict.fromkeys(("hidden", "centred", "residual"), INTEGER)
-    | {"block_epsilon": NUMBER}
-    | dict.fromkeys(("x", *MixerMatrices._fields, "block_weight", "block_bias", "y"), TENSOR),
-)
-
-
 # Without a weight for B nothing is carried from token to token, and B and u of the state are empty.
-TOKENS = {"projected": Argument("batch length width", "element")}
-STATES = {
-    "h0": Argument("rows heads state channels"),
-    "B0": Argument("rows heads carried_state"),
-    "u0": Argument("rows heads carried_channels"),
-    "phase0": Argument("rows heads pairs"),
-}
-REST = {
+TOKENS = {
+    "projected": Argument("batch length width", "element"),
     "k": Argument("batch length heads*state", "element", optional=True),
     "beta": Argument("batch length heads", "element", optional=True),
+}
+WEIGHTS = {
     "dt_bias": Argument("heads"),
     "A_bias": Argument("heads", optional=True),
     "B_weight": Argument("state", optional=True),
@@ -123,196 +90,105 @@ REST = {
     "D": Argument("heads"),
     "norm_weight": Argument("heads*channels", optional=True),
 }
-BACKWARD = {
-    "grad_out": Argument("batch length heads*channels", "element"),
-    "grad_h": Argument("rows heads state channels"),
-    "grad_B": Argument("rows heads carried_state"),
-    "grad_u": Argument("rows heads carried_channels"),
-    "grad_phase": Argument("rows heads pairs"),
-    "kept": Argument("slots heads state channels"),
-    "kept_phase": Argument("slots heads pairs", "float64"),
+STATES = {
+    "h0": Argument("rows heads state channels"),
+    "B0": Argument("rows heads carried_state"),
+    "u0": Argument("rows heads carried_channels"),
+    "phase0": Argument("rows heads pairs"),
 }
+RESULTS = ("out", "h", "B", "u", "phase", "kept", "kept_phase")
 
 
-def check_mixer(
-    operator: str, tensors: dict[str, torch.Tensor | None], a_min: float, epsilon: float
-) -> OperatorArguments:
-    """Checks what both operators are given; the result knows its sizes and checks what else there is."""
-    arguments = OperatorArguments(operator, tuple(ELEMENTS))
-    arguments.check(TOKENS, tensors)
-    arguments.check_sequences(tensors)
-    arguments.check({"h0": STATES["h0"]}, tensors)
-    arguments.check_together(tensors, "k", "beta")
-    arguments.check_together(tensors, "B_weight", "B_bias")
-    sizes, carries = arguments.sizes, tensors["B_weight"] is not None
-    if not carries and tensors["k"] is None:
-        arguments.refuse("k", "is None", "given where B_weight is not")
-    sizes |= {"carried_state": carries * sizes["state"], "carried_channels": carries * sizes["channels"]}
-    arguments.check(STATES, tensors)
-    arguments.check(REST, tensors)
-    heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
-    if 2 * pairs > n:
-        arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
-    # Without RoPE the angles are there all the same, and nobody reads them.
-    least = 2 * heads * channels + 2 * n + 3 * heads + pairs
-    most = least if pairs else least + n // 2
-    if not least <= width <= most:
-        arguments.refuse("projected", f"has {width} columns", f"of {least} to {most}, by the shape of the state")
-    for name, number in (("a_min", a_min), ("epsilon", epsilon)):
-        if not math.isfinite(number):
-            arguments.refuse(name, f"is {number}", "finite")
-    return arguments
-
-
-def values(arguments: OperatorArguments, *options: bool | float) -> dict[str, int | float]:
-    names = ("rows", "width", "heads", "state", "channels", "pairs")
-    sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
-    sizes["tokens"] = arguments.sizes["batch"] * arguments.sizes["length"]
-    return sizes | dict(zip(("contractive", "heavy_tail", "a_min", "epsilon"), options, strict=True))
-
-
-@torch.library.custom_op(f"{NAMESPACE}::mixer_cpu", mutates_args=(), device_types="cpu")
-def mixer_operator(
-    projected: torch.Tensor,
-    k: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    A_bias: torch.Tensor | None,
-    B_weight: torch.Tensor | None,
-    B_bias: torch.Tensor | None,
-    C_weight: torch.Tensor,
-    C_bias: torch.Tensor,
-    D: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    h0: torch.Tensor,
-    B0: torch.Tensor,
-    u0: torch.Tensor,
-    phase0: torch.Tensor,
-    bounds: torch.Tensor | None,
-    order: torch.Tensor | None,
-    contractive: bool,
-    heavy_tail: bool,
-    a_min: float,
-    epsilon: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
-    inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
-    inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
-    arguments = check_mixer("mixer_cpu", dict(zip(GIVEN, inputs, strict=True)), a_min, epsilon)
-    outputs = make_outputs(*inputs)
-    if order is not None:
-        outputs[0].zero_()  # padding, which the compiled code never sees, reads as 0
-    tensors = contiguous(GIVEN, inputs) | dict(zip(("out", *FINAL, "kept", "kept_phase"), outputs, strict=True))
-    forward_function(projected.dtype, values(arguments, contractive, heavy_tail, a_min, epsilon), tensors)
-    return outputs
-
-
-@mixer_operator.register_fake
-def make_outputs(
-    projected,
-    k,
-    beta,
-    dt_bias,
-    A_bias,
-    B_weight,
-    B_bias,
-    C_weight,
-    C_bias,
-    D,
-    norm_weight,
-    h0,
-    B0,
-    u0,
-    phase0,
-    bounds,
-    order,
-    *options,
-):
-    check_devices(projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
-    check_devices(projected, h0, B0, u0, phase0, bounds, order)
-    batch, length, _ = projected.shape
-    rows, heads, n, channels = h0.shape
-    slots = kept_slots(rows, batch * length)
+def mixer_fields() -> dict[str, type]:
+    """The struct of the mixer in the C++ source, past where the sequences lie."""
+    integers = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
+    names = (*TOKENS, *WEIGHTS, *STATES)
+    gradients = [f"grad_{name}" for name in (*RESULTS[:5], *names)]
     return (
-        projected.new_empty(batch, length, heads * channels),
-        *(x.new_empty(x.shape) for x in (h0, B0, u0, phase0)),
-        h0.new_empty(slots, heads, n, channels),
-        phase0.new_empty(slots, heads, phase0.shape[2], dtype=torch.float64),
+        dict.fromkeys(integers, INTEGER)
+        | dict.fromkeys(("a_min", "epsilon"), NUMBER)
+        | dict.fromkeys((*names, *RESULTS, *gradients), TENSOR)
     )
 
 
-@torch.library.custom_op(f"{NAMESPACE}::mixer_cpu_backward", mutates_args=(), device_types="cpu")
-def mixer_backward_operator(
-    grad_out: torch.Tensor,
-    grad_h: torch.Tensor,
-    grad_B: torch.Tensor,
-    grad_u: torch.Tensor,
-    grad_phase: torch.Tensor,
-    kept: torch.Tensor,
-    kept_phase: torch.Tensor,
-    projected: torch.Tensor,
-    k: torch.Tensor | None,
-    beta: torch.Tensor | None,
-    dt_bias: torch.Tensor,
-    A_bias: torch.Tensor | None,
-    B_weight: torch.Tensor | None,
-    B_bias: torch.Tensor | None,
-    C_weight: torch.Tensor,
-    C_bias: torch.Tensor,
-    D: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    h0: torch.Tensor,
-    B0: torch.Tensor,
-    u0: torch.Tensor,
-    phase0: torch.Tensor,
-    bounds: torch.Tensor | None,
-    order: torch.Tensor | None,
-    contractive: bool,
-    heavy_tail: bool,
-    a_min: float,
-    epsilon: float,
-) -> list[torch.Tensor]:
-    """The gradients of all inputs that are there, in their order."""
-    inputs = (projected, k, beta, dt_bias, A_bias, B_weight, B_bias, C_weight, C_bias, D, norm_weight)
-    inputs = (*inputs, h0, B0, u0, phase0, bounds, order)
-    arguments = check_mixer("mixer_cpu_backward", dict(zip(GIVEN, inputs, strict=True)), a_min, epsilon)
-    arguments.sizes["slots"] = kept_slots(h0.shape[0], projected.shape[0] * projected.shape[1])
-    others = (grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase)
-    arguments.check(BACKWARD, dict(zip(BACKWARD, others, strict=True)))
-    given = {f"grad_{name}": x for name, x in zip(NAMES, inputs[: len(NAMES)], strict=True) if x is not None}
-    grads = {name: torch.empty_like(x, memory_format=torch.contiguous_format) for name, x in given.items()}
-    if order is not None:
-        for name in ("grad_projected", "grad_k", "grad_beta"):
-            if name in grads:
-                grads[name].zero_()
-    tensors = contiguous(GIVEN, inputs) | contiguous(BACKWARD, others) | grads
-    backward_function(projected.dtype, values(arguments, contractive, heavy_tail, a_min, epsilon), tensors)
-    return list(grads.values())
+class CompiledMixer(DifferentiableOperator):
+    """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
+
+    name = "mixer_cpu"
+    given = TOKENS | WEIGHTS | STATES | SEQUENCES
+    options = {"contractive": bool, "heavy_tail": bool, "a_min": float, "epsilon": float}
+    for_gradient = {
+        "grad_out": Argument("batch length heads*channels", "element"),
+        "grad_h": Argument("rows heads state channels"),
+        "grad_B": Argument("rows heads carried_state"),
+        "grad_u": Argument("rows heads carried_channels"),
+        "grad_phase": Argument("rows heads pairs"),
+        "kept": Argument("slots heads state channels"),
+        "kept_phase": Argument("slots heads pairs", "float64"),
+    }
+    device_types = "cpu"
+    mixer_forward = CompiledFunction("mixer_forward", mixer_fields())
+    mixer_backward = CompiledFunction("mixer_backward", mixer_fields())
+
+    def check(self, operator, tensors, a_min, epsilon, **options):
+        arguments = OperatorArguments(operator, tuple(ELEMENTS))
+        arguments.check({"projected": TOKENS["projected"]}, tensors)
+        arguments.check_sequences(tensors)
+        arguments.check({"h0": STATES["h0"]}, tensors)
+        arguments.check_together(tensors, "k", "beta")
+        arguments.check_together(tensors, "B_weight", "B_bias")
+        sizes, carries = arguments.sizes, tensors["B_weight"] is not None
+        if not carries and tensors["k"] is None:
+            arguments.refuse("k", "is None", "given where B_weight is not")
+        sizes["tokens"] = sizes["batch"] * sizes["length"]
+        sizes["slots"] = kept_slots(sizes["rows"], sizes["tokens"])
+        sizes |= {"carried_state": carries * sizes["state"], "carried_channels": carries * sizes["channels"]}
+        arguments.check(STATES, tensors)
+        arguments.check(TOKENS | WEIGHTS, tensors)
+        heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
+        if 2 * pairs > n:
+            arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
+        # Without RoPE the angles are there all the same, and nobody reads them.
+        least = 2 * heads * channels + 2 * n + 3 * heads + pairs
+        most = least if pairs else least + n // 2
+        if not least <= width <= most:
+            arguments.refuse("projected", f"has {width} columns", f"of {least} to {most}, by the shape of the state")
+        for name, number in (("a_min", a_min), ("epsilon", epsilon)):
+            if not math.isfinite(number):
+                arguments.refuse(name, f"is {number}", "finite")
+        return arguments
+
+    def make_results(self, tensors):
+        projected, h0, phase0 = tensors["projected"], tensors["h0"], tensors["phase0"]
+        batch, length, _ = projected.shape
+        rows, heads, n, channels = h0.shape
+        slots = kept_slots(rows, batch * length)
+        return {
+            "out": projected.new_empty(batch, length, heads * channels),
+            **{name.removesuffix("0"): tensors[name].new_empty(tensors[name].shape) for name in STATES},
+            "kept": h0.new_empty(slots, heads, n, channels),
+            "kept_phase": phase0.new_empty(slots, heads, phase0.shape[2], dtype=torch.float64),
+        }
+
+    def forward(self, arguments, tensors, **options):
+        self.mixer_forward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
+
+    def backward(self, arguments, tensors, **options):
+        self.mixer_backward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
+
+    def values(self, arguments: OperatorArguments) -> dict[str, int]:
+        names = ("rows", "tokens", "width", "heads", "state", "channels", "pairs")
+        return {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
 
 
-@mixer_backward_operator.register_fake
-def make_gradients(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs):
-    check_devices(grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs)
-    return [x.new_empty(x.shape) for x in inputs[: len(NAMES)] if x is not None]
-
-
-def keep_for_backward(ctx, inputs, output):
-    *tensors, contractive, heavy_tail, a_min, epsilon = inputs
-    ctx.options = (contractive, heavy_tail, a_min, epsilon)
-    ctx.save_for_backward(*tensors, *output[-2:])
-
-
-def backward(ctx, grad_out, grad_h, grad_B, grad_u, grad_phase, grad_kept, grad_kept_phase):
-    *inputs, kept, kept_phase = ctx.saved_tensors
-    grads = mixer_backward_operator(
-        grad_out, grad_h, grad_B, grad_u, grad_phase, kept, kept_phase, *inputs, *ctx.options
-    )
-    grads = iter(grads)
-    return (*(None if x is None else next(grads) for x in inputs[: len(NAMES)]), *(None,) * 6)
-
-
-mixer_operator.register_autograd(backward, setup_context=keep_for_backward)
-refuse_second_derivative(mixer_backward_operator)
+mixer_operator, mixer_backward_operator = CompiledMixer().register()
+step_function = CompiledFunction(
+    "mixer_step",
+    mixer_fields()
+    | dict.fromkeys(("hidden", "centred", "residual"), INTEGER)
+    | {"block_epsilon": NUMBER}
+    | dict.fromkeys(("x", *MixerMatrices._fields, "block_weight", "block_bias", "y"), TENSOR),
+)
 
 
 def mixer_cpu(

@@ -42,6 +42,7 @@ SEQUENCES = {
     "bounds": Argument("rows 2", "int64", optional=True),
     "order": Argument("batch*length", "int64", optional=True),
 }
+SCAN_GIVEN = SCAN_TOKENS | SCAN_STATES | SEQUENCES
 
 
 class OperatorArguments:

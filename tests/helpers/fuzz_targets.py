@@ -19,6 +19,9 @@ from mamba3_nplr.modeling.scan.definition import ScanInputs, ScanState, scan_def
 from mamba3_nplr.modeling.scan.dispatch import scan
 from mamba3_nplr.modeling.scan.sequences import token_order
 
+# What gradients are of.
+SCAN_LEAVES = (*ScanInputs._fields, "h0", "B0", "u0")
+MIXER_LEAVES = (*mixer_cpu.TOKENS, *mixer_cpu.WEIGHTS, *mixer_cpu.STATES)
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 0.2}
 
 
@@ -118,16 +121,14 @@ def scan_backward_call(draw: random.Random) -> Call:
 
     def reference(given: dict) -> list[torch.Tensor]:
         given = plain(given)
-        leaves = [given[name] for name in scan_cpu.NAMES if given[name] is not None]
+        leaves = [given[name] for name in SCAN_LEAVES if given[name] is not None]
         y, h = scan_by_rows(given)
         total = (given["grad_y"] * y).sum() + (given["grad_h"] * h).sum()
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return grads if unchanged(given, original) else [None] * len(grads)
 
     def run(given: dict) -> list[torch.Tensor]:
-        grads = scan_cpu.scan_backward_operator(*given.values())
-        names = [name for name in scan_cpu.NAMES if given[name] is not None]
-        return [grad.sum(0) if name == "D" else grad for name, grad in zip(names, grads, strict=True)]
+        return scan_cpu.scan_backward_operator(*given.values())
 
     return Call(before | call.arguments, run, reference, 10 * call.tolerance)
 
@@ -212,7 +213,8 @@ def make_mixer_call(draw: random.Random) -> tuple[Call, nn.Module]:
     state = (torch.randn(shape, dtype=dtype) for shape in mixer.state_shapes(row_count(batch, sequences)))
     order = token_order(sequences.get("mask"), sequences.get("cu_seqlens"), batch, length)
     values = (mixer.in_proj(x), k, beta, *mixer.weights(), *state, *order)
-    given = {name: None if x is None else x.detach().clone() for name, x in zip(mixer_cpu.GIVEN, values, strict=True)}
+    values = (None if x is None else x.detach().clone() for x in values)
+    given = dict(zip(mixer_cpu.CompiledMixer.given, values, strict=True))
     call = Call(
         given | mixer.options,
         lambda given: comparable(mixer_cpu.mixer_operator(*given.values())[:5]),
@@ -244,7 +246,7 @@ def mixer_backward_call(draw: random.Random) -> Call:
 
     def reference(given: dict) -> list[torch.Tensor]:
         given = plain(given)
-        leaves = [given[name] for name in mixer_cpu.NAMES if given[name] is not None]
+        leaves = [given[name] for name in MIXER_LEAVES if given[name] is not None]
         outputs = mixer_by_rows(mixer, given)
         total = sum((given[name] * x).sum() for name, x in zip(names, outputs, strict=True))
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)

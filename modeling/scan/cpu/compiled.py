@@ -1,5 +1,5 @@
 """
-What the compiled operators share: their namespace, their library, and how tensors reach it.
+What the compiled operators share: their library, and how tensors reach it.
 
     python -m mamba3_nplr.modeling.scan.cpu.compiled
 
@@ -7,7 +7,6 @@ compiles ahead what would be compiled on first use, for all precisions.
 """
 
 import ctypes
-import itertools
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -23,18 +22,6 @@ logger = logging.get_logger(__name__)
 
 # What the projections make and take, in torch and in C++; there is a library for each.
 ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16"}
-
-
-def free_namespace() -> str:
-    """
-    A namespace for the operators. The code of checkpoints may be loaded beside this package, and more than once, but
-    operators cannot be registered twice under one name.
-    """
-    names = itertools.chain(["mamba3_nplr"], (f"mamba3_nplr_{number}" for number in itertools.count(1)))
-    return next(name for name in names if not hasattr(getattr(torch.ops, name), "scan_cpu"))
-
-
-NAMESPACE = free_namespace()
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -128,22 +115,6 @@ class CompiledFunction:
         pointers = {name: x.data_ptr() for name, x in tensors.items() if x is not None}
         arguments = self.struct(**values, threads=torch.get_num_threads(), **pointers)
         self.function(dtype)(ctypes.byref(arguments))
-
-
-def refuse_second_derivative(backward_operator) -> None:
-    """Lets the operator of a gradient say, where that is differentiated once more, what to use instead."""
-
-    def refuse(ctx, *gradients):
-        raise RuntimeError(
-            "Compiled code has no second derivative. The chunkwise scan has: give scan_backend='chunkwise' in the "
-            "configuration, or backend='chunkwise' to scan()."
-        )
-
-    backward_operator.register_autograd(refuse)
-
-
-def contiguous(names, tensors) -> dict[str, torch.Tensor | None]:
-    return {name: None if x is None else x.contiguous() for name, x in zip(names, tensors, strict=True)}
 
 
 def main() -> None:

@@ -14,11 +14,14 @@ from helpers.places import PROGRAMS
 from helpers.scan_cases import scan_inputs, scan_state
 from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers import mamba3_cpu as mixer_cpu
+from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
 from mamba3_nplr.modeling.scan.cpu import operator as scan_cpu
-from mamba3_nplr.modeling.scan.cpu.compiled import NAMESPACE
+from mamba3_nplr.modeling.scan.definition import ScanInputs
+from mamba3_nplr.modeling.scan.differentiable_operator import NAMESPACE
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS, scan
-from mamba3_nplr.modeling.scan.sequences import token_order
+from mamba3_nplr.modeling.scan.operator_arguments import SCAN_GIVEN
+from mamba3_nplr.modeling.scan.sequences import TokenOrder, token_order
 from mamba3_nplr.modeling.scan.triton import operator as scan_triton
 from mamba3_nplr.modeling.scan.triton.launch import interpreted
 from programs.fuzz_operators import outcome
@@ -37,22 +40,22 @@ def scan_call() -> dict:
 def mixer_call() -> dict:
     mixer = build(Mamba3NPLRModel, "exact_gates", torch.float32, output_norm=True).layers[0].mixer
     values = operator_arguments(mixer, rows=3, length=5)
-    names = (*mixer_cpu.GIVEN, *mixer.options)
+    names = (*mixer_cpu.CompiledMixer.given, *mixer.options)
     return dict(zip(names, values, strict=True)) | token_order(MASK, None, 3, 5)._asdict()
 
 
-def backward_call(call: dict, operator, names) -> dict:
+def backward_call(call: dict, operator, kind) -> dict:
     """The arguments of the gradient's operator: gradients of the outputs, and what the forward pass kept."""
-    return dict(zip(names, operator(*call.values()), strict=True)) | call
+    return dict(zip(kind.for_gradient, operator(*call.values()), strict=True)) | call
 
 
 OPERATORS = {
     "scan_cpu": scan_call,
-    "scan_cpu_backward": lambda: backward_call(scan_call(), scan_cpu.scan_operator, scan_cpu.BACKWARD),
+    "scan_cpu_backward": lambda: backward_call(scan_call(), scan_cpu.scan_operator, scan_cpu.CompiledScan),
     "mixer_cpu": mixer_call,
-    "mixer_cpu_backward": lambda: backward_call(mixer_call(), mixer_cpu.mixer_operator, mixer_cpu.BACKWARD),
+    "mixer_cpu_backward": lambda: backward_call(mixer_call(), mixer_cpu.mixer_operator, mixer_cpu.CompiledMixer),
     "scan_triton": scan_call,
-    "scan_triton_backward": lambda: backward_call(scan_call(), scan_triton.scan_operator, scan_triton.BACKWARD),
+    "scan_triton_backward": lambda: backward_call(scan_call(), scan_triton.scan_operator, scan_triton.TritonScan),
 }
 
 
@@ -70,6 +73,36 @@ SPOILED = {
     "memory": without_memory,
     "device": lambda x: x.to("meta"),
 }
+
+
+SCAN_SCHEMA = """Tensor u, Tensor B, Tensor C, Tensor log_decay, Tensor write, Tensor? carry, Tensor? k,
+    Tensor? reflection, Tensor? D, Tensor h0, Tensor B0, Tensor u0, Tensor? bounds, Tensor? order"""
+MIXER_SCHEMA = """Tensor projected, Tensor? k, Tensor? beta, Tensor dt_bias, Tensor? A_bias, Tensor? B_weight,
+    Tensor? B_bias, Tensor C_weight, Tensor C_bias, Tensor D, Tensor? norm_weight, Tensor h0, Tensor B0, Tensor u0,
+    Tensor phase0, Tensor? bounds, Tensor? order, bool contractive, bool heavy_tail, float a_min, float epsilon"""
+FOR_THE_MIXER = "Tensor grad_out, Tensor grad_h, Tensor grad_B, Tensor grad_u, Tensor grad_phase, Tensor kept"
+SCHEMAS = {
+    "scan_cpu": f"({SCAN_SCHEMA}) -> (Tensor, Tensor, Tensor)",
+    "scan_cpu_backward": f"(Tensor grad_y, Tensor grad_h, Tensor kept, {SCAN_SCHEMA}) -> Tensor[]",
+    "scan_triton": f"({SCAN_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "scan_triton_backward": f"(Tensor grad_y, Tensor grad_h, Tensor kept, Tensor T, {SCAN_SCHEMA}) -> Tensor[]",
+    "mixer_cpu": f"({MIXER_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "mixer_cpu_backward": f"({FOR_THE_MIXER}, Tensor kept_phase, {MIXER_SCHEMA}) -> Tensor[]",
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_keeps_its_schema(name):
+    """Graphs that were saved call it by this name with these arguments."""
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    assert str(operator._schema) == f"{NAMESPACE}::{name}" + " ".join(SCHEMAS[name].split())
+
+
+def test_tables_of_arguments_are_in_the_order_of_the_tuples_that_are_unpacked_into_them():
+    assert tuple(SCAN_GIVEN) == (*ScanInputs._fields, "h0", "B0", "u0", *TokenOrder._fields)
+    states = [f"{name}0" for name in Mamba3State._fields]
+    expected = ("projected", "k", "beta", *mixer_cpu.MixerWeights._fields, *states, *TokenOrder._fields)
+    assert tuple(mixer_cpu.CompiledMixer.given) == expected
 
 
 @pytest.mark.parametrize("name", OPERATORS)
