@@ -25,6 +25,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS, Backend
 from mamba3_nplr.training.host_memory import keep_memory
 from memory import added_memory
@@ -66,10 +67,10 @@ class Identity(torch.autograd.Function):
         return (grad, *(None if x is None else x.new_zeros(()).expand_as(x) for x in ctx.others))
 
 
-BACKENDS["floor"] = Backend(lambda inputs, initial, chunk_size: (Identity.apply(*inputs), initial.h))
-BACKENDS["floor_pruned"] = Backend(lambda inputs, initial, chunk_size: (inputs.u, initial.h))
-BACKENDS["cpu_scan"] = BACKENDS["cpu"]._replace(mix=None, step=None)
-BACKENDS["cpu_fused"] = BACKENDS["cpu"]
+BACKENDS["floor"] = Backend(lambda inputs, initial, sequences, chunk_size: (Identity.apply(*inputs), initial.h))
+BACKENDS["floor_pruned"] = Backend(lambda inputs, initial, sequences, chunk_size: (inputs.u, initial.h))
+BACKENDS["cpu_scan"] = BACKENDS["cpu_fused"] = BACKENDS["cpu"]
+MIXER_BACKENDS["cpu_fused"] = MIXER_BACKENDS["cpu"]
 
 
 def make_block(variant: str, mixer):

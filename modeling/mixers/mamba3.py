@@ -24,6 +24,7 @@ from ..scan.dispatch import choose_backend, scan, scan_vector_dtype, select_back
 from ..scan.sequences import sequence_rows, token_order
 from .fused_step import are_bare_norms, bare_weight, is_bare, known_to_compiled_code, may_step, parameter, submodule
 from .inputs import check_mixer_inputs
+from .mamba3_backends import MIXER_BACKENDS
 from .mamba3_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights
 
 
@@ -122,15 +123,15 @@ class Mamba3Mixer(nn.Module):
                 return stepped
         mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else Mamba3State(*state)
-        backend = choose_backend(self.config.scan_backend, hidden_states.device)
+        compiled = MIXER_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
         projected, k, beta = self.in_proj(hidden_states), None, None
         if self.k_proj is not None:
             k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
-        if backend.mix is None or not self.has_bare_norms():
+        if compiled is None or not self.has_bare_norms():
             y, state = self.mix(projected, k, beta, state, mask, cu_seqlens)
         else:
-            order = token_order(mask, cu_seqlens, *projected.shape[:2])
-            y, state = backend.mix(projected, k, beta, self.weights(), state, order, **self.options)
+            sequences = token_order(mask, cu_seqlens, *projected.shape[:2])
+            y, state = compiled.mix(projected, k, beta, self.weights(), state, sequences, **self.options)
         return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
 
     def step(
@@ -140,12 +141,12 @@ class Mamba3Mixer(nn.Module):
         What `forward` does with tokens that `may_step` allows, and the frame of a block around it, in one compiled
         call; None where that is not certain to be the same.
         """
-        backend = select_backend(self.config.scan_backend, hidden_states.device)
-        if backend.step is None or type(self) is not Mamba3Mixer or not self.has_bare_norms():
+        compiled = MIXER_BACKENDS.get(select_backend(self.config.scan_backend, hidden_states.device))
+        if compiled is None or type(self) is not Mamba3Mixer or not self.has_bare_norms():
             return None
         state = self.initial_state(hidden_states) if state is None else state
         matrices, weights = self.bare_matrices(), self.bare_weights()
-        stepped = backend.step(hidden_states, self.sizes, matrices, weights, state, frame, **self.options)
+        stepped = compiled.step(hidden_states, self.sizes, matrices, weights, state, frame, **self.options)
         return None if stepped is None else (stepped[0], Mamba3State(*stepped[1]))
 
     def has_bare_norms(self) -> bool:

@@ -5,80 +5,95 @@ from typing import NamedTuple
 
 import torch
 
-from ..mixers.mamba3_cpu import mixer_cpu, step_cpu
 from .chunkwise import scan_chunkwise
-from .cpu.compiled import unavailable
+from .cpu.compiled import unavailable as cpu_unavailable
 from .cpu.operator import scan_cpu
 from .definition import ScanInputs, ScanState, scan_definition
 from .loop import length_is_open, scan_loop
 from .operator_arguments import SCAN_TOKENS, check_shape
-from .sequences import TokenOrder, sequence_rows, token_order
+from .sequences import TokenOrder, token_order
 from .torch_transforms import is_transforming
 from .triton.operator import fits as triton_fits
 from .triton.operator import scan_triton
 from .triton.operator import unavailable as triton_unavailable
 from .without_autocast import without_autocast
 
+Run = Callable[[ScanInputs, ScanState, TokenOrder, int], tuple[torch.Tensor, torch.Tensor]]
+RunRows = Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def in_rows(run: RunRows) -> Run:
+    """A `Backend.run` from one that knows rows only, each of them a sequence: it lays the others out as such."""
+
+    def run_sequences(inputs, initial, sequences, chunk_size):
+        # Neither a loop over steps nor one over chunks can be traced with the number of its turns left open.
+        chosen = scan_loop if length_is_open(inputs.u) else run
+        rows = sequences.rows(*inputs.u.shape[:2])
+        if rows is None:
+            return chosen(inputs, initial, chunk_size)
+        # Zeros past the end of a row are the identity step: decay exp(0) = 1, and neither input nor reflection.
+        gathered = ScanInputs(*(None if x is None else rows.gather(x) for x in inputs[:-1]), D=inputs.D)
+        y, h = chosen(gathered, initial, chunk_size)
+        return rows.scatter(y), h
+
+    return run_sequences
+
 
 class Backend(NamedTuple):
     """
-    An implementation of the scan: `run(inputs, initial, chunk_size)` returns y and the last h, as `scan_definition`
-    does. `unavailable(device)` says why it cannot run on a device, or None if it can. A backend may also have
-    `run_sequences(inputs, initial, order)`, for sequences that are padded or packed, `mix`, the whole of a Mamba-3
-    mixer between its projections, and `step`, all of it for single tokens; without them the sequences are laid out as
-    rows, and the mixer runs in torch. u, B, C and k reach it as they are in the dtypes of `half`, and else in float32,
-    as all other coefficients and the states do, or in float64. Inputs that do not fit it (`fits`) run as the chunkwise
-    scan.
+    An implementation of the scan: `run(inputs, initial, sequences, chunk_size)` returns y and the last h of each
+    sequence, as `scan_definition` does for rows. u, B, C and k reach it as they are in the dtypes of `half`, and else
+    in float32, as all other coefficients and the states do, or in float64.
     """
 
-    run: Callable[[ScanInputs, ScanState, int], tuple[torch.Tensor, torch.Tensor]] | None = None
+    run: Run
+    # "auto" takes the one of the highest rank that can run. Below 1, the rank of the chunkwise scan, that is never.
+    rank: int = 0
+    # Why it cannot run on a device, or None if it can.
     unavailable: Callable[[torch.device], str | None] = lambda device: None
-    run_sequences: Callable[[ScanInputs, ScanState, TokenOrder], tuple[torch.Tensor, torch.Tensor]] | None = None
-    mix: Callable | None = None
-    step: Callable | None = None
     half: tuple[torch.dtype, ...] = ()
+    # The chunkwise scan runs inputs that do not fit.
     fits: Callable[[ScanInputs], bool] = lambda inputs: True
+    # Whether it runs by operators of torch alone. The chunkwise scan takes the place of others where torch.func or
+    # forward-mode differentiation is at work, which compiled code has no rules for.
+    by_torch: bool = True
 
 
 BACKENDS: dict[str, Backend] = {
-    "reference": Backend(scan_definition),
-    "chunkwise": Backend(scan_chunkwise),
-    "cpu": Backend(
-        unavailable=unavailable, run_sequences=scan_cpu, mix=mixer_cpu, step=step_cpu, half=(torch.bfloat16,)
-    ),
+    "reference": Backend(in_rows(scan_definition)),
+    "chunkwise": Backend(in_rows(scan_chunkwise), rank=1),
+    "cpu": Backend(scan_cpu, rank=3, unavailable=cpu_unavailable, half=(torch.bfloat16,), by_torch=False),
     "triton": Backend(
+        scan_triton,
+        rank=2,
         unavailable=triton_unavailable,
-        run_sequences=scan_triton,
         half=(torch.bfloat16, torch.float16),
         fits=triton_fits,
+        by_torch=False,
     ),
 }
 
 
-def select_backend(name: str, device: torch.device) -> Backend:
-    """The backend called `name`, or for `"auto"` the fastest one that runs on `device`."""
+def select_backend(name: str, device: torch.device) -> str:
+    """The name of the backend to run on `device`: `name`, which must be one that can, or the fastest for `"auto"`."""
     check_backend_name(name)
     if name == "auto":
-        return BACKENDS[fastest_backend(device)]
+        ranked = sorted(BACKENDS, key=lambda other: -BACKENDS[other].rank)
+        return next(other for other in ranked if BACKENDS[other].unavailable(device) is None)
     reason = BACKENDS[name].unavailable(device)
     if reason is not None:
         usable = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
         raise ValueError(f"scan_backend={name!r} cannot run: {reason}. These can: {', '.join(usable)}.")
-    return BACKENDS[name]
+    return name
 
 
-def choose_backend(name: str, device: torch.device) -> Backend:
+def choose_backend(name: str, device: torch.device) -> str:
     """
     `select_backend`, but the chunkwise scan in place of compiled code where torch.func or forward-mode differentiation
     is at work: all derivatives and batches of it are right, being those of torch's own operators.
     """
     found = select_backend(name, device)
-    return BACKENDS["chunkwise"] if found.run is None and is_transforming() else found
-
-
-def fastest_backend(device: torch.device) -> str:
-    """Compiled code where there is any, else the chunkwise scan."""
-    return next((name for name in ("cpu", "triton") if BACKENDS[name].unavailable(device) is None), "chunkwise")
+    return found if BACKENDS[found].by_torch or not is_transforming() else "chunkwise"
 
 
 def check_backend_name(name: str) -> None:
@@ -88,7 +103,7 @@ def check_backend_name(name: str) -> None:
 
 def scan_vector_dtype(name: str, projected: torch.Tensor) -> torch.dtype:
     """The dtype for the vectors of a scan that are made from `projected`: its own, if the backend reads it as it is."""
-    if projected.dtype in choose_backend(name, projected.device).half:
+    if projected.dtype in BACKENDS[choose_backend(name, projected.device)].half:
         return projected.dtype
     return torch.promote_types(projected.dtype, torch.float32)
 
@@ -112,7 +127,7 @@ def scan(
 ) -> tuple[torch.Tensor, ScanState]:
     """
     Runs the recurrence of `scan_definition` (which explains the coefficients) over whole sequences, pieces of them or
-    single steps; there is no other path.
+    single steps.
 
     Args:
         initial_state: State after the tokens before these; zero if None. One row for each sequence.
@@ -130,31 +145,16 @@ def scan(
     check_inputs(inputs)
     if not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size!r} is not allowed; it must be a whole number of 1 or more.")
-    found = choose_backend(backend, u.device)
-    found = found if found.fits(inputs) else BACKENDS["chunkwise"]
+    chosen = BACKENDS[choose_backend(backend, u.device)]
+    chosen = chosen if chosen.fits(inputs) else BACKENDS["chunkwise"]
     # Autocast would turn the float32 matrix products below into half precision.
     with without_autocast(u.device):
-        inputs = prepare_inputs(inputs, found.half)
-        order = token_order(mask, cu_seqlens, *u.shape[:2])
-        initial = prepare_state(initial_state, inputs, order)
-        if found.run_sequences is not None:
-            y, h = found.run_sequences(inputs, initial, order)
-        else:
-            run = scan_loop if length_is_open(u) else found.run
-            y, h = run_as_rows(run, inputs, initial, mask, cu_seqlens, chunk_size)
-        last = (order.last(inputs.B, initial.B), order.last(inputs.u, initial.u))
+        inputs = prepare_inputs(inputs, chosen.half)
+        sequences = token_order(mask, cu_seqlens, *u.shape[:2])
+        initial = prepare_state(initial_state, inputs, sequences)
+        y, h = chosen.run(inputs, initial, sequences, chunk_size)
+        last = (sequences.last(inputs.B, initial.B), sequences.last(inputs.u, initial.u))
         return y.to(u.dtype), ScanState(h, *(x.to(h.dtype) for x in last))
-
-
-def run_as_rows(run, inputs, initial, mask, cu_seqlens, chunk_size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lays out sequences as rows for a backend that knows no others."""
-    rows = sequence_rows(mask, cu_seqlens, *inputs.u.shape[:2])
-    if rows is None:
-        return run(inputs, initial, chunk_size)
-    # Zeros past the end of a row are the identity step: decay exp(0) = 1, and neither input nor reflection.
-    gathered = ScanInputs(*(None if x is None else rows.gather(x) for x in inputs[:-1]), D=inputs.D)
-    y, h = run(gathered, initial, chunk_size)
-    return rows.scatter(y), h
 
 
 def prepare_inputs(inputs: ScanInputs, half: tuple[torch.dtype, ...]) -> ScanInputs:
@@ -169,9 +169,9 @@ def prepare_inputs(inputs: ScanInputs, half: tuple[torch.dtype, ...]) -> ScanInp
     )
 
 
-def prepare_state(state: ScanState | None, inputs: ScanInputs, order: TokenOrder) -> ScanState:
+def prepare_state(state: ScanState | None, inputs: ScanInputs, sequences: TokenOrder) -> ScanState:
     (batch, _, heads, channels), n = inputs.u.shape, inputs.B.shape[-1]
-    rows = batch if order.bounds is None else order.bounds.shape[0]
+    rows = batch if sequences.bounds is None else sequences.bounds.shape[0]
     shapes = ScanState(h=(rows, heads, n, channels), B=(rows, heads, n), u=(rows, heads, channels))
     dtype = inputs.log_decay.dtype
     if state is None:

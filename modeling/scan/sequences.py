@@ -51,43 +51,45 @@ class TokenOrder(NamedTuple):
         at = at if self.order is None else self.order[at]
         return torch.where(expand_like(end > start, empty), x.flatten(0, 1)[at], empty)
 
+    def rows(self, batch: int, length: int) -> SequenceRows | None:
+        """The sequences of a (batch, length) array laid out as rows; None if its rows are the sequences."""
+        if self.bounds is None:
+            return None
+        return packed_rows(self.bounds, length) if self.order is None else masked_rows(*self, batch, length)
+
 
 def expand_like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return x.reshape(*x.shape, *(1,) * (other.dim() - x.dim()))
 
 
-def rows_from_mask(mask: torch.Tensor) -> SequenceRows:
-    """One row for each row of a (batch, length) mask, its tokens moved to the front in their order."""
-    (batch, length), lengths = mask.shape, mask.sum(1)
-    order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)
+def masked_rows(bounds: torch.Tensor, order: torch.Tensor, batch: int, length: int) -> SequenceRows:
+    """One row for each row of a batch; `order` has its tokens before its padding."""
+    lengths, order = bounds.diff(dim=1).squeeze(1), order.view(batch, length)
     place = torch.argsort(order, dim=1)
-    row = torch.arange(batch, device=mask.device)[:, None]
+    row = torch.arange(batch, device=order.device)[:, None]
     width = length
     # The longest sequence would do; a graph or an accelerator, which cannot look, takes the whole length.
-    if mask.is_cpu and mask.numel() and not torch.compiler.is_compiling():
+    if order.is_cpu and order.numel() and not torch.compiler.is_compiling():
         width = max(int(lengths.max()), 1)
-    return SequenceRows(order[:, :width] + row * length, place.clamp(max=width - 1) + row * width, lengths, mask)
+    slot = place.clamp(max=width - 1) + row * width
+    return SequenceRows(order[:, :width], slot, lengths, place < lengths[:, None])
 
 
-def rows_from_cu_seqlens(cu_seqlens: torch.Tensor) -> SequenceRows:
-    """One row for each packed sequence; sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1] of a batch of one."""
-    cu_seqlens = cu_seqlens.long()
-    starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-    total, width = int(cu_seqlens[-1]), int(lengths.max())
-    token = starts[:, None] + torch.arange(width, device=cu_seqlens.device)
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=cu_seqlens.device), lengths, output_size=total)
-    slot = row * width + torch.arange(total, device=cu_seqlens.device) - starts[row]
-    return SequenceRows(token.clamp(max=max(total - 1, 0)), slot[None], lengths, None)
+def packed_rows(bounds: torch.Tensor, length: int) -> SequenceRows:
+    """One row for each of the sequences that fill a batch of one, one after another."""
+    starts, lengths = bounds[:, 0], bounds.diff(dim=1).squeeze(1)
+    width = int(lengths.max())
+    token = starts[:, None] + torch.arange(width, device=bounds.device)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=bounds.device), lengths, output_size=length)
+    slot = row * width + torch.arange(length, device=bounds.device) - starts[row]
+    return SequenceRows(token.clamp(max=max(length - 1, 0)), slot[None], lengths, None)
 
 
 def sequence_rows(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int
 ) -> SequenceRows | None:
     """Checks `mask` or `cu_seqlens` against (batch, length) and lays out the sequences; None without either."""
-    mask = check_sequences(mask, cu_seqlens, batch, length)
-    if mask is not None:
-        return rows_from_mask(mask)
-    return None if cu_seqlens is None else rows_from_cu_seqlens(cu_seqlens)
+    return token_order(mask, cu_seqlens, batch, length).rows(batch, length)
 
 
 def token_order(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int) -> TokenOrder:

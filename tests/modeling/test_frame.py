@@ -16,7 +16,7 @@ from mamba3_nplr import (
     Mamba3NPLRForSequenceClassification,
     Mamba3NPLRModel,
 )
-from mamba3_nplr.modeling.scan.dispatch import BACKENDS
+from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
 
 BARE = {"block_norm": "none", "residual": False, "output_norm": True}
 
@@ -130,9 +130,9 @@ def test_a_compiled_step_covers_the_block(block_norm, residual, monkeypatch):
     block = build(Mamba3NPLRModel, block_norm=block_norm, residual=residual, scan_backend="cpu").layers[0]
     x = torch.randn(3, 4, 12, dtype=torch.float64)
     expected, expected_state = block.advance(x, None, None, None)
-    calls, backend = [], BACKENDS["cpu"]
+    calls, backend = [], MIXER_BACKENDS["cpu"]
     monkeypatch.setitem(
-        BACKENDS, "cpu", backend._replace(step=lambda *a, **k: calls.append(a) or backend.step(*a, **k))
+        MIXER_BACKENDS, "cpu", backend._replace(step=lambda *a, **k: calls.append(a) or backend.step(*a, **k))
     )
     state, outputs = None, []
     for token in x.unbind(1):

@@ -69,7 +69,12 @@ class CompiledScan(DifferentiableOperator):
 scan_operator, scan_backward_operator = CompiledScan().register()
 
 
-def scan_cpu(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and the last h of each sequence, as `scan_definition` finds them. u, B, C and k may be bfloat16."""
+def scan_cpu(
+    inputs: ScanInputs, initial: ScanState, sequences: TokenOrder, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    y and the last h of each sequence, as `scan_definition` finds them. u, B, C and k may be bfloat16. Segments take the
+    place of chunks.
+    """
     y, h, _ = scan_operator(*inputs, *initial, *sequences)
     return y, h

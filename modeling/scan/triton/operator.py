@@ -63,6 +63,10 @@ def self_check(device: torch.device) -> str | None:
     return reason
 
 
+def settings_of(u: torch.Tensor, B: torch.Tensor) -> Settings:
+    return make_settings(B.shape[-1], u.shape[-1], u.dtype, exact_precision())
+
+
 class TritonScan(DifferentiableOperator):
     """y, the last h, and for the gradient G at the start of each chunk and T of each chunk."""
 
@@ -82,12 +86,12 @@ class TritonScan(DifferentiableOperator):
             found = f"has shape {tuple(u.shape)} with state={sizes['state']}"
             arguments.refuse("u", found, f"of one token or more, state and channels of {LARGEST} at most")
         slots, solved = self.slots(tensors)
-        sizes |= {"slots": slots, "solved": solved, "chunk": self.settings(tensors).CHUNK}
+        sizes |= {"slots": slots, "solved": solved, "chunk": settings_of(u, tensors["B"]).CHUNK}
         arguments.dtypes["kept"] = kept_dtype(u.dtype)
         return arguments
 
     def make_results(self, tensors):
-        u, h0, chunk = tensors["u"], tensors["h0"], self.settings(tensors).CHUNK
+        u, h0, chunk = tensors["u"], tensors["h0"], settings_of(tensors["u"], tensors["B"]).CHUNK
         slots, solved = self.slots(tensors)
         return {
             "y": u.new_empty(u.shape),
@@ -97,7 +101,7 @@ class TritonScan(DifferentiableOperator):
         }
 
     def forward(self, arguments, tensors):
-        forward(self.settings(tensors), tensors)
+        forward(settings_of(tensors["u"], tensors["B"]), tensors)
 
     def backward(self, arguments, tensors):
         named = {name.replace("grad_", "d"): x for name, x in tensors.items()}
@@ -110,18 +114,14 @@ class TritonScan(DifferentiableOperator):
         if packed or tensors["carry"] is None:  # nobody reads the token before an empty sequence, or before any
             named["dB0"].zero_()
             named["du0"].zero_()
-        backward(self.settings(tensors), named)
+        backward(settings_of(tensors["u"], tensors["B"]), named)
         if D is not None:
             torch.sum(named["dD"], 0, out=tensors["grad_D"])
 
-    def settings(self, tensors: Tensors) -> Settings:
-        u, B = tensors["u"], tensors["B"]
-        return make_settings(B.shape[-1], u.shape[-1], u.dtype, exact_precision())
-
     def slots(self, tensors: Tensors) -> tuple[int, int]:
         """How many chunks there is room for, and how many T."""
-        settings, rows = self.settings(tensors), tensors["h0"].shape[0]
-        slots = slot_count(rows, *tensors["u"].shape[:2], tensors["bounds"] is not None, settings)
+        u, settings = tensors["u"], settings_of(tensors["u"], tensors["B"])
+        slots = slot_count(tensors["h0"].shape[0], *u.shape[:2], tensors["bounds"] is not None, settings)
         # Small states solve once more in the backward pass rather than keep what they found.
         return slots, 0 if settings.small or tensors["k"] is None else slots
 
@@ -136,10 +136,12 @@ def fits(inputs: ScanInputs) -> bool:
     return torch.float64 not in dtypes and largest <= LARGEST and inputs.u.numel() > 0
 
 
-def scan_triton(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
+def scan_triton(
+    inputs: ScanInputs, initial: ScanState, sequences: TokenOrder, chunk_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     y and the last h of each sequence, as `scan_definition` finds them, for inputs that fit. u, B, C and k may be
-    bfloat16 or float16, and y and their gradients are then, too.
+    bfloat16 or float16, and y and their gradients are then, too. Chunks have a size of their own.
 
     What is read at a token depends on no later one, with an exception that the other backends do not have: what is not
     finite, or becomes so in a product, makes NaN of its head from the start of its chunk on, that is up to 15 tokens

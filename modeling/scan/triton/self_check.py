@@ -15,7 +15,7 @@ VECTORS = ("u", "B", "C", "k")
 
 
 def disagreement(run, device: torch.device, shapes) -> str | None:
-    """How `run(inputs, initial, TokenOrder())` differs from the chunkwise scan on (rows, n) of `shapes`, or None."""
+    """How `Backend.run` differs from the chunkwise scan on (rows, n) of `shapes`, or None."""
     for (rows, n), dtype in itertools.product(shapes, TOLERANCE):
         case = random_case(rows, n)
         try:
@@ -31,8 +31,8 @@ def disagreement(run, device: torch.device, shapes) -> str | None:
     return None
 
 
-def chunkwise(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder) -> tuple[torch.Tensor, torch.Tensor]:
-    return scan_chunkwise(ScanInputs(*(x.float() for x in inputs)), initial, 16)
+def chunkwise(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder, chunk_size: int):
+    return scan_chunkwise(ScanInputs(*(x.float() for x in inputs)), initial, chunk_size)
 
 
 def random_case(rows: int, n: int, length: int = 37) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def outputs_and_gradients(
     with torch.inference_mode(False), torch.enable_grad():
         dtypes = [dtype if name in VECTORS else torch.float32 for name in names]
         tensors = [x.to(device, one, copy=True).requires_grad_() for x, one in zip(case, dtypes, strict=True)]
-        y, h = run(ScanInputs(*tensors[:9]), ScanState(*tensors[9:]), TokenOrder())
+        y, h = run(ScanInputs(*tensors[:9]), ScanState(*tensors[9:]), TokenOrder(), 16)
         weights = torch.cos(torch.arange(y.numel(), device=device)).view_as(y)
         grads = torch.autograd.grad((y.float() * weights).sum() + h.square().sum(), tensors)
     results = {"y": y, "h": h} | {f"the gradient of {name}": grad for name, grad in zip(names, grads, strict=True)}

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers.model_cases import OPTIONS, build
 from mamba3_nplr import Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
+from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
 from mamba3_nplr.modeling.mixers.mamba3_cpu import BlockFrame, step_cpu
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
-from mamba3_nplr.modeling.scan.dispatch import BACKENDS
 from mamba3_nplr.modeling.sequence_model import RecurrentBlock
 
 pytestmark = [
@@ -44,7 +44,7 @@ def block():
 @pytest.fixture
 def taken(monkeypatch):
     """A list with an entry for each step that compiled code took: "block" or "mixer", by what it stood for."""
-    steps, backend = [], BACKENDS["cpu"]
+    steps, backend = [], MIXER_BACKENDS["cpu"]
 
     def step(x, sizes, matrices, weights, state, frame, **options):
         result = backend.step(x, sizes, matrices, weights, state, frame, **options)
@@ -52,7 +52,7 @@ def taken(monkeypatch):
             steps.append("mixer" if frame == BlockFrame() else "block")
         return result
 
-    monkeypatch.setitem(BACKENDS, "cpu", backend._replace(step=step))
+    monkeypatch.setitem(MIXER_BACKENDS, "cpu", backend._replace(step=step))
     return steps
 
 

@@ -17,9 +17,9 @@ from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import error
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
+from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
 from mamba3_nplr.modeling.mixers.mamba3_cpu import MixerWeights, mixer_cpu, mixer_operator
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
-from mamba3_nplr.modeling.scan.dispatch import BACKENDS
 from mamba3_nplr.modeling.scan.sequences import TokenOrder
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
@@ -236,13 +236,13 @@ def test_a_compiled_step_is_a_piece_of_length_one(option, rows, monkeypatch):
 
 def count_steps(monkeypatch):
     """A list with an entry for each step that compiled code took."""
-    calls, backend = [], BACKENDS["cpu"]
+    calls, backend = [], MIXER_BACKENDS["cpu"]
 
     def step(*arguments, **options):
         result = backend.step(*arguments, **options)
         return result if result is None else (calls.append(1), result)[1]
 
-    monkeypatch.setitem(BACKENDS, "cpu", backend._replace(step=step))
+    monkeypatch.setitem(MIXER_BACKENDS, "cpu", backend._replace(step=step))
     return calls
 
 

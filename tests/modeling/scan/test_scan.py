@@ -280,14 +280,27 @@ def test_wrong_arguments_are_named():
 
 def test_backends_are_chosen_in_one_place():
     device = torch.device("cpu")
-    assert select_backend("auto", device) is BACKENDS["cpu"]
-    assert select_backend("auto", torch.device("meta")) is BACKENDS["chunkwise"]
-    assert select_backend("reference", device) is BACKENDS["reference"]
+    assert select_backend("auto", device) == "cpu"
+    assert select_backend("auto", torch.device("meta")) == "chunkwise"
+    assert select_backend("reference", device) == "reference"
+
+
+def test_a_new_backend_is_one_entry_with_its_rank(monkeypatch):
+    inputs, device = scan_inputs(), torch.device("cpu")
+    expected, _ = run(inputs, backend="reference")
+    for rank, chosen in ((0, "cpu"), (9, "twice")):
+        twice = Backend(lambda *given: (2 * BACKENDS["reference"].run(*given)[0], given[1].h), rank)
+        monkeypatch.setitem(BACKENDS, "twice", twice)
+        assert select_backend("auto", device) == chosen
+    assert torch.equal(run(inputs, backend="auto")[0], 2 * expected)
+    monkeypatch.setitem(BACKENDS, "twice", twice._replace(unavailable=lambda device: "not today"))
+    assert select_backend("auto", device) == "cpu"
 
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setitem(BACKENDS, "broken", Backend(BACKENDS["reference"].run, lambda device: f"no {device} kernel"))
+    broken = Backend(BACKENDS["reference"].run, unavailable=lambda device: f"no {device} kernel")
+    monkeypatch.setitem(BACKENDS, "broken", broken)
     with pytest.raises(ValueError, match="'broken' cannot run: no cpu kernel. These can: reference, chunkwise, cpu.$"):
         select_backend("broken", torch.device("cpu"))
     with pytest.raises(ValueError, match="must be auto, or one of reference, chunkwise, cpu, triton, broken"):

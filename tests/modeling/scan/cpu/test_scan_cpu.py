@@ -89,11 +89,11 @@ def run_operator(inputs, state):
 def test_the_scan_hands_bfloat16_on_as_it_is(monkeypatch):
     seen = {}
 
-    def spy(inputs, initial, order):
+    def spy(inputs, *others):
         seen.update({name: x.dtype for name, x in inputs._asdict().items()})
-        return scan_cpu(inputs, initial, order)
+        return scan_cpu(inputs, *others)
 
-    monkeypatch.setitem(BACKENDS, "cpu", BACKENDS["cpu"]._replace(run_sequences=spy))
+    monkeypatch.setitem(BACKENDS, "cpu", BACKENDS["cpu"]._replace(run=spy))
     inputs = ScanInputs(*(x.bfloat16() for x in scan_inputs(dtype=torch.float32)))
     y, state = run(inputs, backend="cpu")
     assert {name for name, dtype in seen.items() if dtype == torch.bfloat16} == {"u", "B", "C", "k"}
