@@ -21,6 +21,7 @@ from helpers.training_program import TINY, TINY_MODEL
 from mamba3_nplr.datasets_scripts import build, show
 from mamba3_nplr.datasets_scripts.columns import read_columns
 from mamba3_nplr.datasets_scripts.counter_random import CounterRandom, split_rows
+from mamba3_nplr.datasets_scripts.task import Task
 from mamba3_nplr.datasets_scripts.task_kinds import BehaviorCloning, PrefixClassification
 from mamba3_nplr.datasets_scripts.task_texts import CardPicture, TaskTexts
 from mamba3_nplr.datasets_scripts.tasks import TASKS, make_task
@@ -31,7 +32,31 @@ from mamba3_nplr.training.models import new_model
 
 
 @dataclass(frozen=True)
-class Parity(PrefixClassification):
+class Toy(Task):
+    """Rows that `draw` makes, for training of one length and for tests of two."""
+
+    length: int = 6
+    test_size: int = 5
+
+    @property
+    def trained_size(self):
+        return self.length
+
+    @property
+    def splits(self):
+        return dict.fromkeys(["validation", *self.test_sizes], self.test_size)
+
+    def arrays(self, seed, step, rank=0, world_size=1):
+        return self.draw("train", seed, step, *split_rows(self.batch_size, rank, world_size), self.length)
+
+    def rows(self, split, start, stop):
+        if split != "train":
+            self.check_split(split, start, stop)
+        return self.draw(f"set/{split}", 0, 0, start, stop - start, self.test_sizes.get(split, self.length))
+
+
+@dataclass(frozen=True)
+class Parity(Toy, PrefixClassification):
     """Whether the ones so far are odd in number."""
 
     texts = TaskTexts(
@@ -50,28 +75,9 @@ class Parity(PrefixClassification):
     description = "Reads bits and says whether the ones so far are odd in number."
     short_description = "bits and parities"
 
-    length: int = 6
-    test_size: int = 5
-
-    @property
-    def trained_size(self):
-        return self.length
-
     @property
     def test_sizes(self):
         return {"test_short": self.length, "test_long": 3 * self.length}
-
-    @property
-    def splits(self):
-        return dict.fromkeys(["validation", *self.test_sizes], self.test_size)
-
-    def arrays(self, seed, step, rank=0, world_size=1):
-        return self.draw("train", seed, step, *split_rows(self.batch_size, rank, world_size), self.length)
-
-    def rows(self, split, start, stop):
-        if split != "train":
-            self.check_split(split, start, stop)
-        return self.draw(f"set/{split}", 0, 0, start, stop - start, self.test_sizes.get(split, self.length))
 
     def draw(self, purpose, seed, step, first, rows, length):
         bits = CounterRandom(f"parity/{purpose}", seed, step, first, rows, length).integers(2, length)
@@ -89,7 +95,7 @@ class Parity(PrefixClassification):
 
 
 @dataclass(frozen=True)
-class RunningMaximum(BehaviorCloning):
+class RunningMaximum(Toy, BehaviorCloning):
     """The largest number so far, in episodes of different lengths."""
 
     texts = TaskTexts(
@@ -111,28 +117,11 @@ class RunningMaximum(BehaviorCloning):
     short_description = "numbers and maxima"
 
     packed: bool = False
-    longest: int = 7
-    test_size: int = 5
-
-    @property
-    def trained_size(self):
-        return self.longest
+    length: int = 7  # of the longest
 
     @property
     def test_sizes(self):
-        return {f"test_{size}": size for size in (self.longest, 2 * self.longest)}
-
-    @property
-    def splits(self):
-        return dict.fromkeys(["validation", *self.test_sizes], self.test_size)
-
-    def arrays(self, seed, step, rank=0, world_size=1):
-        return self.draw("train", seed, step, *split_rows(self.batch_size, rank, world_size), self.longest)
-
-    def rows(self, split, start, stop):
-        if split != "train":
-            self.check_split(split, start, stop)
-        return self.draw(f"set/{split}", 0, 0, start, stop - start, self.test_sizes.get(split, self.longest))
+        return {f"test_{size}": size for size in (self.length, 2 * self.length)}
 
     def draw(self, purpose, seed, step, first, rows, longest):
         random = CounterRandom(f"maximum/{purpose}", seed, step, first, rows, longest + 1)

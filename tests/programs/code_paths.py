@@ -1,9 +1,8 @@
 """
 Runs the tests as on other processors: matrix products, sums and elementary functions round differently there.
 
-    python tests/programs/code_paths.py            # make test-paths: all tests on whole processors, then those of
-                                                   # numbers with each library's setting alone
-    python tests/programs/code_paths.py --quick    # make test-paths-quick: whole processors, the tests of numbers
+    make test-paths          # all tests on whole processors, then those of numbers with each library's setting alone
+    make test-paths-quick    # whole processors, the tests of numbers
 
 The libraries choose their code when they are loaded, so each setting is a process of its own. What a processor cannot
 run is skipped, with the reason.

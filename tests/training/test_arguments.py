@@ -95,37 +95,6 @@ def test_values():
     assert parse_run(["--max-steps=3"]).args.max_steps == 3
 
 
-WRONG = {
-    "--lerning_rate=1": "--lerning_rate is unknown. Did you mean `--learning_rate`?",
-    "--state_size=8": "--state_size is unknown. Did you mean `--model.state_size`?",
-    "--widows=8": "Did you mean `--task.windows`?",
-    "--xyzzy": "--xyzzy is unknown. train_hf.py --help lists the fields.",
-    "--learn=1": "--learn is unknown",
-    "--model.stat_size=8": "has no field `stat_size` (given: 8). Did you mean `state_size`?",
-    "--model.expand=0.5": "expand",
-    "--model.head_dim=5": "head_dim=5 is not allowed",
-    "--model.use_rope": "--model.use_rope needs a value",
-    "--task.widows=8": "has no setting `widows`",
-    "--task.length=0": "length=0 is not allowed",
-    "--task=shel": "task='shel' is unknown. Did you mean `shell`?",
-    "--model=nprl": "model='nprl' is unknown. Did you mean `nplr`?",
-    "--preset=papr": "preset='papr' is unknown. Did you mean `paper`?",
-    "stray": "'stray' is not expected here",
-    "--num_train_epochs=3": "--num_train_epochs cannot be used",
-    "--label_smoothing_factor=0.1": "give --model.label_smoothing",
-    "--num_processes=4": "num_processes=4 were asked for and 1 started",
-    "--gradient_accumulation_steps=7": "task.batch_size=64 is not allowed",
-    "--config=/nowhere.yaml": "config='/nowhere.yaml' cannot be read",
-}
-
-
-@pytest.mark.parametrize(("argument", "message"), WRONG.items())
-def test_mistakes_are_named(argument, message):
-    with pytest.raises(UsageError) as error:
-        parse_run([argument])
-    assert message in str(error.value)
-
-
 # Numbers that mean something to others: launchers, and fields that are refused or compared with what was started.
 WITHOUT_LIMITS = {"local_rank", "num_processes", "num_train_epochs", "label_smoothing_factor"}
 NUMBERS = {action.dest: action.type for action in make_parser()._actions if action.type in (int, float)}
@@ -171,6 +140,28 @@ def test_numbers_at_their_bounds_are_taken():
     assert parse_run(["--max_grad_norm=inf", "--seed=4294967295"]).args.max_grad_norm == float("inf")
 
 
+WRONG = {
+    "--lerning_rate=1": "--lerning_rate is unknown. Did you mean `--learning_rate`?",
+    "--state_size=8": "--state_size is unknown. Did you mean `--model.state_size`?",
+    "--widows=8": "Did you mean `--task.windows`?",
+    "--xyzzy": "--xyzzy is unknown. train_hf.py --help lists the fields.",
+    "--learn=1": "--learn is unknown",
+    "--model.stat_size=8": "has no field `stat_size` (given: 8). Did you mean `state_size`?",
+    "--model.expand=0.5": "expand",
+    "--model.head_dim=5": "head_dim=5 is not allowed",
+    "--model.use_rope": "--model.use_rope needs a value",
+    "--task.widows=8": "has no setting `widows`",
+    "--task.length=0": "length=0 is not allowed",
+    "--task=shel": "task='shel' is unknown. Did you mean `shell`?",
+    "--model=nprl": "model='nprl' is unknown. Did you mean `nplr`?",
+    "--preset=papr": "preset='papr' is unknown. Did you mean `paper`?",
+    "stray": "'stray' is not expected here",
+    "--num_train_epochs=3": "--num_train_epochs cannot be used",
+    "--label_smoothing_factor=0.1": "give --model.label_smoothing",
+    "--num_processes=4": "num_processes=4 were asked for and 1 started",
+    "--gradient_accumulation_steps=7": "task.batch_size=64 is not allowed",
+    "--config=/nowhere.yaml": "config='/nowhere.yaml' cannot be read",
+}
 # What a run would need only later, some of it when all training is done.
 NEEDED_LATER = {
     "--task.test_lengths=[]": "test_lengths=() is not allowed",
@@ -204,8 +195,8 @@ NEEDED_LATER = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), NEEDED_LATER.items())
-def test_what_a_run_needs_later_is_checked_at_its_start(arguments, message):
+@pytest.mark.parametrize(("arguments", "message"), [*WRONG.items(), *NEEDED_LATER.items()])
+def test_mistakes_are_named(arguments, message):
     with pytest.raises(UsageError) as error:
         parse_run(arguments.split())
     assert message in str(error.value)
