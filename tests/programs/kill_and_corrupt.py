@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its t
 from helpers import training_program
 from helpers.training_program import WORDS, log_of
 from mamba3_nplr.modeling.hub.contents import read_contents
-from mamba3_nplr.training import publish as publishing
+from mamba3_nplr.training import publish
 from mamba3_nplr.training.checkpoints import all_checkpoints, is_whole, last_whole_checkpoint
 
 program = training_program.load_program()
@@ -102,8 +102,8 @@ def run(folder: Path, *options: str) -> tuple[int, str]:
 
 def published(folder: Path) -> bool:
     try:
-        publishing.plan(folder, "user", allow_uncommitted=True)
-    except publishing.RefusedError:
+        publish.plan(folder, "user", allow_uncommitted=True)
+    except publish.RefusedError:
         return False
     return True
 
