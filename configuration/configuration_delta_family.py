@@ -35,18 +35,12 @@ class DeltaFamilyConfig(SequenceModelConfig):
 
     model_type = "delta_family"
     ranges = SequenceModelConfig.ranges | {
-        "hidden_size": SIZE,
-        "num_heads": SIZE,
-        "head_key_dim": SIZE,
-        "head_value_dim": SIZE,
-        "num_householder": SIZE,
+        **dict.fromkeys(("hidden_size", "num_heads", "head_key_dim", "head_value_dim"), SIZE),
+        **dict.fromkeys(("num_householder", "chunk_size"), SIZE),
+        **dict.fromkeys(("conv_size", "intermediate_size"), COUNT),
+        **dict.fromkeys(("dt_min", "dt_max"), STEP_SIZE),
         "beta_max": Range(0, 2, above=True),
-        "conv_size": COUNT,
-        "intermediate_size": COUNT,
-        "dt_min": STEP_SIZE,
-        "dt_max": STEP_SIZE,
         "decay_rate_max": Range(0, 10**6, above=True),
-        "chunk_size": SIZE,
     }
 
     hidden_size: int = 128

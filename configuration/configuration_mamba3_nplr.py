@@ -45,15 +45,10 @@ class Mamba3NPLRConfig(SequenceModelConfig):
 
     model_type = "mamba3_nplr"
     ranges = SequenceModelConfig.ranges | {
-        "hidden_size": SIZE,
-        "state_size": SIZE,
-        "head_dim": SIZE,
-        "expand": SIZE,
+        **dict.fromkeys(("hidden_size", "state_size", "head_dim", "expand", "chunk_size"), SIZE),
+        **dict.fromkeys(("dt_min", "dt_max"), STEP_SIZE),
         "num_rope_pairs": COUNT,
         "a_min": Range(0, 1000),
-        "chunk_size": SIZE,
-        "dt_min": STEP_SIZE,
-        "dt_max": STEP_SIZE,
         "beta_bias_init": Range(-100, 100),
     }
 

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
+)
 from transformers.utils import ModelOutput, can_return_tuple, logging
 
 from .control_loop import ControlLoopMixin
@@ -55,16 +59,31 @@ class HeadMixin:
         super().__init__(config)
         self.model = self.base_model_class(config)
 
-    def encode(self, attention_mask, position_ids, cu_seqlens, **inputs) -> tuple[ModelOutput, Sequences]:
-        """Runs the base model; also returns where the sequences lie."""
+    def encode(
+        self,
+        inputs: dict[str, torch.Tensor | None],
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        past_key_values: Cache | None,
+        use_cache: bool | None,
+        **kwargs,
+    ) -> tuple[BaseModelOutputWithPast, Sequences]:
+        """
+        Runs the base model on the one of the inputs that is given; also returns where the sequences lie.
+
+        A forward that calls it writes out its arguments: Trainer keeps those columns of a dataset that are names in
+        the signature, and takes for labels what is called so there.
+        """
         given = next((x for x in inputs.values() if torch.is_tensor(x)), None)
-        cu_seqlens = take_packing(cu_seqlens, inputs)
+        cu_seqlens = take_packing(cu_seqlens, kwargs)
         sequences = Sequences(None, None)
         # Without a batch there is nothing to find, and the model says what is missing.
         if given is not None and given.dim() >= 2:
             sequences = find_sequences(*given.shape[:2], attention_mask, position_ids, cu_seqlens)
-        outputs = self.model(attention_mask=sequences.mask, cu_seqlens=sequences.cu_seqlens, return_dict=True, **inputs)
-        return outputs, sequences
+        where = {"attention_mask": sequences.mask, "cu_seqlens": sequences.cu_seqlens}
+        states = {"past_key_values": past_key_values, "use_cache": use_cache}
+        return self.model(**inputs, **where, **states, **kwargs, return_dict=True), sequences
 
     @property
     def output_size(self) -> int:
@@ -76,6 +95,11 @@ class HeadMixin:
 
     def set_input_embeddings(self, value):
         self.model.set_input_embeddings(value)
+
+
+def passed_on(outputs: BaseModelOutputWithPast) -> dict:
+    """What the output of every head has from the base model."""
+    return {name: getattr(outputs, name) for name in ("past_key_values", "hidden_states", "attentions")}
 
 
 class ClassificationMixin(HeadMixin):
@@ -128,16 +152,9 @@ class SequenceClassificationMixin(ClassificationMixin):
             output_prefix_logits: Whether to return `prefix_logits` also without labels for every position.
             num_items_in_batch: Divides the sum over labels; their number if None.
         """
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "observations": observations}
         outputs, (valid, cu_seqlens) = self.encode(
-            attention_mask,
-            position_ids,
-            cu_seqlens,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            observations=observations,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
+            inputs, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
         hidden_states = outputs.last_hidden_state
         if attention_mask is None and input_ids is not None and self.config.pad_token_id is not None:
@@ -153,14 +170,7 @@ class SequenceClassificationMixin(ClassificationMixin):
         if labels is not None:
             predicted, counted = (prefix_logits, valid) if by_prefix else (logits, None)
             loss = self.label_loss(predicted, labels, self.problem_type(labels), counted, num_items_in_batch)
-        return PrefixClassifierOutput(
-            loss=loss,
-            logits=logits,
-            prefix_logits=prefix_logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return PrefixClassifierOutput(loss=loss, logits=logits, prefix_logits=prefix_logits, **passed_on(outputs))
 
     def problem_type(self, labels: torch.Tensor) -> str:
         """The configured problem type, or the one that transformers would infer from the labels."""
@@ -236,29 +246,16 @@ class TokenClassificationMixin(ClassificationMixin):
             labels (batch, length): Class indices; at padding, and where they are -100, they do not count.
             num_items_in_batch: Divides the sum over labels; their number if None.
         """
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "observations": observations}
         outputs, (valid, _) = self.encode(
-            attention_mask,
-            position_ids,
-            cu_seqlens,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            observations=observations,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
+            inputs, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
         logits = self.score(outputs.last_hidden_state)
         loss = None
         if labels is not None:
             check_labels(labels, tuple(logits.shape[:2]))
             loss = self.label_loss(logits, labels, "single_label_classification", valid, num_items_in_batch)
-        return TokenClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return TokenClassifierOutputWithPast(loss=loss, logits=logits, **passed_on(outputs))
 
 
 class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
@@ -315,15 +312,9 @@ class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
                 count. Frames weigh as `config.cue_weight` and `config.episode_loss` say.
             num_items_in_batch: Divides the sum over the numbers in labels; how many there are if None.
         """
+        inputs = {"observations": observations, "inputs_embeds": inputs_embeds}
         outputs, (valid, cu_seqlens) = self.encode(
-            attention_mask,
-            position_ids,
-            cu_seqlens,
-            observations=observations,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
+            inputs, attention_mask, position_ids, cu_seqlens, past_key_values, use_cache, **kwargs
         )
         actions = self.action_head(outputs.last_hidden_state)[..., : self.config.action_size]
         loss = None
@@ -344,13 +335,7 @@ class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
                 self.episodes(actions, cu_seqlens) if self.config.episode_loss else None,
                 num_items_in_batch,
             )
-        return BehaviorCloningOutput(
-            loss=loss,
-            actions=actions,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return BehaviorCloningOutput(loss=loss, actions=actions, **passed_on(outputs))
 
     @staticmethod
     def episodes(actions: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:

@@ -90,12 +90,3 @@ class DeltaFamilyForTokenClassification(TokenClassificationMixin, DeltaFamilyPre
 
 class DeltaFamilyForBehaviorCloning(BehaviorCloningMixin, DeltaFamilyPreTrainedModel):
     base_model_class = DeltaFamilyModel
-
-
-__all__ = [
-    "DeltaFamilyForBehaviorCloning",
-    "DeltaFamilyForSequenceClassification",
-    "DeltaFamilyForTokenClassification",
-    "DeltaFamilyModel",
-    "DeltaFamilyPreTrainedModel",
-]

@@ -54,12 +54,3 @@ class IDS4ForTokenClassification(TokenClassificationMixin, IDS4PreTrainedModel):
 
 class IDS4ForBehaviorCloning(BehaviorCloningMixin, IDS4PreTrainedModel):
     base_model_class = IDS4Model
-
-
-__all__ = [
-    "IDS4ForBehaviorCloning",
-    "IDS4ForSequenceClassification",
-    "IDS4ForTokenClassification",
-    "IDS4Model",
-    "IDS4PreTrainedModel",
-]

@@ -99,12 +99,3 @@ class Mamba3NPLRForTokenClassification(TokenClassificationMixin, Mamba3NPLRPreTr
 
 class Mamba3NPLRForBehaviorCloning(BehaviorCloningMixin, Mamba3NPLRPreTrainedModel):
     base_model_class = Mamba3NPLRModel
-
-
-__all__ = [
-    "Mamba3NPLRForBehaviorCloning",
-    "Mamba3NPLRForSequenceClassification",
-    "Mamba3NPLRForTokenClassification",
-    "Mamba3NPLRModel",
-    "Mamba3NPLRPreTrainedModel",
-]

@@ -1,9 +1,10 @@
-"""Small models of the families beside Mamba-3, with weights that make every term of the equations matter."""
+"""Small models of all families by name, with weights that make every term of the equations matter."""
 
 import torch
 
 import mamba3_nplr
-from mamba3_nplr import DeltaFamilyConfig, IDS4Config
+from helpers.model_cases import OPTIONS, SIZES, make_every_term_matter
+from mamba3_nplr import DeltaFamilyConfig, IDS4Config, Mamba3NPLRConfig
 
 SHARED = {"vocab_size": 11, "num_hidden_layers": 2, "num_labels": 5}
 DELTA = {
@@ -16,7 +17,7 @@ DELTA = {
 }
 PLAIN = {"conv_size": 0, "use_output_gate": False}
 
-# Every option that changes a formula. beta reaches above 1 in all but one.
+# Every option that changes a formula, of the families beside Mamba-3. beta reaches above 1 in all but one.
 CASES = {
     "deltanet": (DeltaFamilyConfig, DELTA | PLAIN | {"use_decay": False}),
     "deltanet_01": (DeltaFamilyConfig, DELTA | PLAIN | {"use_decay": False, "beta_max": 1}),
@@ -27,29 +28,23 @@ CASES = {
     "no_mlp": (DeltaFamilyConfig, DELTA | PLAIN | {"intermediate_size": 0}),
     "ids4": (IDS4Config, {"hidden_size": 12, "state_size": 5, "chunk_elements": 200}),
 }
+MAMBA3_CASES = {option: (Mamba3NPLRConfig, SIZES | fields) for option, fields in OPTIONS.items()}
+ALL_CASES = CASES | MAMBA3_CASES
 DELTA_CASES = [case for case in CASES if case != "ids4"]
 
 
 def case_config(case: str, **changes):
-    config_class, fields = CASES[case]
+    config_class, fields = ALL_CASES[case]
     return config_class(**(SHARED | fields | changes))
 
 
 def case_class(case: str, head: str = "Model") -> type:
-    return getattr(mamba3_nplr, CASES[case][0].__name__.removesuffix("Config") + head)
+    return getattr(mamba3_nplr, ALL_CASES[case][0].__name__.removesuffix("Config") + head)
 
 
 def build_case(case: str, head: str = "Model", dtype=torch.float64, **changes):
     """A model in evaluation mode whose parameters are all away from their neutral initial values."""
-    model = case_class(case, head)(case_config(case, **changes)).to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-            if name.endswith("dt_bias"):
-                parameter.add_(4.0)
-            if name.endswith("A_log"):
-                parameter.copy_(-1 + 0.3 * torch.randn_like(parameter))  # decays of about one half
-    return model
+    return make_every_term_matter(case_class(case, head)(case_config(case, **changes)).to(dtype).eval())
 
 
 def case_inputs(head: str, batch: int, length: int, dtype=torch.float64) -> dict[str, torch.Tensor]:

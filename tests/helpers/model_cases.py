@@ -47,12 +47,18 @@ def small_config(option: str = "paper", **changes) -> Mamba3NPLRConfig:
 
 def build(model_class, option: str = "paper", dtype=torch.float64, **changes):
     """A model in evaluation mode whose parameters are all away from their neutral initial values."""
-    model = model_class(small_config(option, **changes)).to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-            if name.endswith("dt_bias"):
-                parameter.add_(4.0)  # steps of about one half: decay, phase and injections all matter
+    return make_every_term_matter(model_class(small_config(option, **changes)).to(dtype).eval())
+
+
+@torch.no_grad()
+def make_every_term_matter(model):
+    """The model with its parameters moved away from where some terms of the equations are 0 or too small to notice."""
+    for name, parameter in model.named_parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+        if name.endswith("dt_bias"):
+            parameter.add_(4.0)  # steps of about one half: decay, phase and injections all matter
+        if name.endswith("A_log"):
+            parameter.copy_(-1 + 0.3 * torch.randn_like(parameter))  # decays of about one half
     return model
 
 

@@ -1,4 +1,4 @@
-"""Laws that the families beside Mamba-3 obey too: pieces, padding, packing, precision and graphs change no result."""
+"""Laws that every family obeys: pieces, padding, packing, precision and graphs change no result."""
 
 import copy
 import inspect
@@ -9,14 +9,11 @@ import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig
 
 import mamba3_nplr
-from helpers.family_cases import CASES, build_case, case_class, case_config, case_inputs
+from helpers.family_cases import ALL_CASES, CASES, build_case, case_class, case_config, case_inputs
+from helpers.model_cases import tokens
 from helpers.scan_cases import error
 from mamba3_nplr.configuration.presets import MODELS
-from mamba3_nplr.modeling.families import HEADS
-
-
-def tokens(batch, length):
-    return torch.randint(0, 11, (batch, length))
+from mamba3_nplr.modeling.families import FAMILIES, HEADS, load
 
 
 def states(cache):
@@ -30,8 +27,12 @@ def assert_same_states(found, expected, tolerance):
         assert a.numel() == 0 or not b.any() or error(a, b) < tolerance
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("pieces", [[1] * 14, [5, 1, 8], [2, 12]])
+def test_every_family_is_tested_here():
+    assert {config_class for config_class, _ in ALL_CASES.values()} == {load(family.config) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize("pieces", [[1] * 14, [5, 1, 8], [2, 12], [14]])
 @torch.no_grad()
 def test_pieces_with_a_cache_are_the_whole(case, pieces):
     model = build_case(case)
@@ -180,10 +181,10 @@ def linear_in_bfloat16(linear, x):
 
 
 @pytest.mark.parametrize("head", ["Model", "ForBehaviorCloning"])
-@pytest.mark.parametrize("case", ["gdp_everything", "ids4"])
+@pytest.mark.parametrize("case", ["contractive", "gdp_everything", "ids4"])
 def test_bf16_autocast_rounds_the_projections_and_nothing_else(case, head, monkeypatch):
     model = build_case(case, head, dtype=torch.float32).train()
-    inputs = case_inputs(head, 4, 20, dtype=torch.float32)
+    inputs = case_inputs(head, 4, 40, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = model(**inputs)[0]
     assert error(found, model(**inputs)[0]) > 1e-3
@@ -195,7 +196,7 @@ def test_bf16_autocast_rounds_the_projections_and_nothing_else(case, head, monke
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("case", ["gdp_everything", "ids4"])
+@pytest.mark.parametrize("case", ["paper", "gdp_everything", "ids4"])
 def test_gradient_checkpointing_changes_no_gradient(case, reentrant):
     model = build_case(case).train()
     ids, mask = tokens(3, 9), torch.tensor([[1] * 9, [0] + [1] * 5 + [0] * 3, [0] * 7 + [1] * 2])

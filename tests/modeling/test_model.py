@@ -1,4 +1,4 @@
-"""Laws of the models: pieces, padding, packing, precision and graphs change no result."""
+"""Laws of the Mamba-3 models beside those of every family: padding, packing, precision and graphs change no result."""
 
 import copy
 
@@ -14,24 +14,6 @@ from mamba3_nplr import (
     Mamba3NPLRForTokenClassification,
     Mamba3NPLRModel,
 )
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("pieces", [[1] * 14, [5, 1, 8], [14]])
-@torch.no_grad()
-def test_pieces_with_a_cache_are_the_whole(option, pieces):
-    model = build(Mamba3NPLRModel, option)
-    ids = tokens(3, 14)
-    whole = model(ids)
-    cache, outputs = None, []
-    for piece in ids.split(pieces, dim=1):
-        result = model(piece, past_key_values=cache, use_cache=True)
-        cache = result.past_key_values
-        outputs.append(result.last_hidden_state)
-    assert error(torch.cat(outputs, 1), whole.last_hidden_state) < 1e-10
-    for layer in range(2):
-        found, wanted = cache.get_recurrent_state(layer), whole.past_key_values.get_recurrent_state(layer)
-        assert error(found, wanted) < 1e-10
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -228,43 +210,6 @@ def test_chunk_size_and_backend_change_nothing(chunk_size):
         for layer in model.layers:
             layer.mixer.config.chunk_size, layer.mixer.config.scan_backend = chunk_size, backend
         assert error(model(ids).last_hidden_state, expected) < 1e-10
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_changes_no_gradient(reentrant):
-    model = build(Mamba3NPLRModel).train()
-    ids, mask = pad(tokens(3, 8), [8, 5, 2], [0, 1, 6], width=9)
-
-    def gradients():
-        model.zero_grad()
-        model(ids, attention_mask=mask).last_hidden_state.square().sum().backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    found = gradients()
-    for name in expected:
-        assert error(found[name], expected[name]) < 1e-12, name
-
-
-def linear_in_bfloat16(linear, x):
-    bias = None if linear.bias is None else linear.bias.bfloat16()
-    return torch.nn.functional.linear(x.bfloat16(), linear.weight.bfloat16(), bias)
-
-
-def test_bf16_autocast_rounds_the_projections_and_nothing_else(monkeypatch):
-    model = build(Mamba3NPLRModel, "contractive", dtype=torch.float32).train()
-    ids = tokens(4, 40)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model(ids).last_hidden_state
-    assert error(found, model(ids).last_hidden_state) > 1e-3
-    found.float().square().sum().backward()
-    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    monkeypatch.setattr(torch.nn.Linear, "forward", linear_in_bfloat16)
-    # To the last bit: these are the calls that autocast makes.
-    assert torch.equal(found, model(ids).last_hidden_state)
 
 
 @pytest.mark.parametrize("option", ["paper", "exact_tracking"])
