@@ -90,6 +90,13 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
         loaded = {own_name(auto_class): family + x for x, auto_class in HEADS.items()}
         return loaded | {auto_class_without_package(head): family + head}
 
+    @classmethod
+    def custom_pipelines(cls) -> dict[str, dict]:
+        # Not before: pipelines load much that a model does not need.
+        from .pipelines import custom_pipelines
+
+        return custom_pipelines(cls)
+
     @property
     def dtype(self) -> torch.dtype:
         """That of the projections: the first parameter may be one of those kept in float32."""

@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME
 
 from ..datasets_scripts.task import check_at_least
 from ..datasets_scripts.tasks import make_task
+from ..modeling.hub.downloads import find_file
 from ..modeling.hub.errors import clear_errors
 from . import record
 from .command_line import part, split_overrides
@@ -106,16 +107,6 @@ def check_checkpoint(checkpoint: str) -> None:
             raise UsageError(
                 f"{checkpoint} is neither a folder here nor in the cache, and the Hub cannot be reached: {error}"
             ) from error
-
-
-def find_file(checkpoint: str, name: str, local_files_only: bool = False) -> str | None:
-    return cached_file(
-        checkpoint,
-        name,
-        local_files_only=local_files_only,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
 
 
 def recorded_task(checkpoint: str, needed: bool) -> tuple[str | None, dict]:

@@ -37,15 +37,21 @@ def discard_damaged_weights(repository, options: dict) -> list[str]:
     """
     if repository is None or Path(repository).is_dir():
         return []
-    config = cached_file(
-        str(repository),
-        CONFIG_NAME,
-        local_files_only=True,
+    where = {name: options[name] for name in HUB_OPTIONS if options.get(name)}
+    config = find_file(repository, CONFIG_NAME, local_files_only=True, **where)
+    return [] if config is None else discard_damaged(Path(config).parent, "*.safetensors")
+
+
+def find_file(checkpoint: str | Path, name: str, **options) -> str | None:
+    """Where a file of a folder or repository is, once downloaded if need be; None if it cannot be had."""
+    # transformers loads optional files so, and has no public keywords for it.
+    return cached_file(
+        str(checkpoint),
+        name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
-        **{name: options[name] for name in HUB_OPTIONS if options.get(name)},
+        **options,
     )
-    return [] if config is None else discard_damaged(Path(config).parent, "*.safetensors")
 
 
 def discard_damaged(snapshot: Path, pattern: str) -> list[str]:
@@ -64,4 +70,4 @@ def is_damaged(path: Path) -> bool:
     return bool(is_large) and checksum(stored) != stored.name
 
 
-__all__ = ["discard_damaged", "discard_damaged_weights", "refuse_damaged"]
+__all__ = ["discard_damaged", "discard_damaged_weights", "find_file", "refuse_damaged"]

@@ -63,12 +63,17 @@ class SelfContainedMixin:
     For a base class of models: `save_pretrained`, and with it `push_to_hub` and the Trainer, writes the code beside the
     weights and lists all classes in the configuration's `auto_map`.
 
-    Models define `auto_classes`, and have all classes that it names in one module.
+    Models define `auto_classes`, and have all classes that it names in one module; and `custom_pipelines`.
     """
 
     @classmethod
     def auto_classes(cls) -> dict[str, str]:
         """The name of each Auto class -> the name of the class that it loads."""
+        raise NotImplementedError
+
+    @classmethod
+    def custom_pipelines(cls) -> dict[str, dict]:
+        """The tasks of the pipelines that run such a model -> what a configuration says about them."""
         raise NotImplementedError
 
     @classmethod
@@ -112,15 +117,12 @@ class SelfContainedMixin:
 
     def write_code(self, folder) -> None:
         """The code files, and in the configuration the pipelines that run them."""
-        # Not before: pipelines load much that a model does not need.
-        from ..pipelines import custom_pipelines
-
         files = source_files(self.importable_class().__module__)
         config = Path(folder) / "config.json"
         if config.exists():  # beside an adapter there is none
             # Written here, for an attribute of the configuration would be seen by all threads that use the model.
             entries = json.loads(config.read_text(encoding="utf-8"))
-            entries["custom_pipelines"] = custom_pipelines(self.importable_class())
+            entries["custom_pipelines"] = self.importable_class().custom_pipelines()
             files[config.name] = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         for name, text in files.items():
             path = Path(folder) / name
