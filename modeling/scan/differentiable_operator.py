@@ -72,7 +72,8 @@ class DifferentiableOperator(ABC):
         gradient.register_fake(self.run_backward_without_memory)
 
         def differentiate(ctx, *gradients):
-            inputs, kept = ctx.saved_tensors[: len(self.given)], ctx.saved_tensors[len(self.given) :]
+            saved = ctx.saved_tensors  # read once: gradient checkpointing gives them away only once
+            inputs, kept = saved[: len(self.given)], saved[len(self.given) :]
             found = iter(gradient(*gradients[: -len(kept)], *kept, *inputs, *ctx.options))
             wanted = self.differentiable(dict(zip(self.given, inputs, strict=True)))
             return (*(next(found) if name in wanted else None for name in self.given), *(None for _ in self.options))
