@@ -27,13 +27,19 @@ def scaled_after(inputs: ScanInputs, seen: int, scale: float) -> ScanInputs:
     return ScanInputs(*(None if x is None else torch.cat([x[:, :seen], y], dim=1) for x, y in pairs), D=inputs.D)
 
 
+@pytest.fixture
+def undisturbed(backend, form, dtype):
+    """Coefficients, a state before them, and what a backend makes of both."""
+    inputs = scan_inputs(length=LENGTH, form=form, dtype=dtype)
+    state = scan_state(inputs)
+    return inputs, state, *run(inputs, state, backend, chunk_size=8)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", TO_THE_TOKEN)
-def test_later_tokens_of_any_size_change_no_bit(backend, form, dtype):
-    inputs = scan_inputs(length=LENGTH, form=form, dtype=dtype)
-    state = scan_state(inputs)
-    y, _ = run(inputs, state, backend, chunk_size=8)
+def test_later_tokens_of_any_size_change_no_bit(backend, undisturbed):
+    inputs, state, y, _ = undisturbed
     for seen in SEEN:
         for scale in (1e6, 1e30, float("inf")):  # products of the second overflow, those of the last with the past's
             found, _ = run(scaled_after(inputs, seen, scale), state, backend, chunk_size=8)
@@ -43,11 +49,9 @@ def test_later_tokens_of_any_size_change_no_bit(backend, form, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("backend", TO_THE_TOKEN)
-def test_what_is_not_finite_goes_forward_in_its_head(backend, form, dtype):
+def test_what_is_not_finite_goes_forward_in_its_head(backend, undisturbed):
     """And is seen wherever the definition has it."""
-    inputs = scan_inputs(length=LENGTH, form=form, dtype=dtype)
-    state = scan_state(inputs)
-    y, final = run(inputs, state, backend, chunk_size=8)
+    inputs, state, y, final = undisturbed
     names = [name for name, x in inputs._asdict().items() if x is not None and name != "D"]
     for number, name in enumerate(names):
         seen, value = SEEN[number % len(SEEN)], NOT_FINITE[number % 3 if name != "log_decay" else 0]
