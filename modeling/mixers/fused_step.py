@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from ..scan.torch_transforms import is_transforming
+from ..scan.torch_transforms import is_plain_torch
 
 MAX_ROWS = 8  # with more, the matrix products of torch are faster
 DTYPES = (torch.float32, torch.float64)
@@ -39,19 +39,6 @@ def may_step(hidden_states: torch.Tensor, mask: torch.Tensor | None, cu_seqlens:
         return False
     rows, length, _ = hidden_states.shape
     return length == 1 and rows <= MAX_ROWS
-
-
-def is_plain_torch() -> bool:
-    """Whether operators of torch would only compute, so that nobody misses those that are not called."""
-    return not (
-        torch.compiler.is_compiling()  # torch.compile and torch.export trace operators
-        or torch.is_grad_enabled()  # gradients need what happens inside
-        or torch.is_autocast_enabled("cpu")  # matrix products would be in another precision
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace records operators
-        or torch._C._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, counters of operations
-        or torch._C._len_torch_function_stack()  # a default device, and modes of users
-        or is_transforming()  # vmap and the other transforms of torch.func; tangents flow without gradients too
-    )
 
 
 def has_global_hooks() -> bool:

@@ -1,4 +1,7 @@
-"""Whether torch differentiates or batches by means that the compiled operators have no rules for."""
+"""
+Whether torch does more than compute: differentiates or batches by means that the compiled operators have no rules for,
+traces, or is watched. It has public names for some of this only; the private ones for the rest stand here.
+"""
 
 import torch
 from torch.autograd import forward_ad
@@ -10,13 +13,25 @@ def is_transforming() -> bool:
     Whether a function of torch.func (grad, jvp, vmap, jacfwd, hessian, ...) or forward-mode differentiation is at work.
     torch would let compiled code pass there with tangents of zero. A graph takes the answer without tracing it.
     """
-    # torch has no public name for either. The weights of a model may be what is transformed as well as its inputs, so
-    # that to ask single tensors would not do.
+    # Of all tensors: the weights of a model may be what is transformed as well as its inputs.
     return torch._C._functorch.peek_interpreter_stack() is not None or in_forward_mode()
 
 
 def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
+
+
+def is_plain_torch() -> bool:
+    """Whether operators of torch would only compute, so that nobody misses those that are not called."""
+    return not (
+        torch.compiler.is_compiling()  # torch.compile and torch.export trace operators
+        or torch.is_grad_enabled()  # gradients need what happens inside
+        or torch.is_autocast_enabled("cpu")  # matrix products would be in another precision
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace records operators
+        or torch._C._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, counters of operations
+        or torch._C._len_torch_function_stack()  # a default device, and modes of users
+        or is_transforming()  # vmap and the other transforms of torch.func; tangents flow without gradients too
+    )
 
 
 def refuse_forward_mode(name: str) -> None:
