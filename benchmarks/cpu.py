@@ -157,7 +157,7 @@ def compare_blocks(shape: str, repeats: int, variants: list[str]) -> dict:
 
 
 def measure_scaling(repeats: int) -> dict[int, float]:
-    """Microseconds a token, forward and backward, by length; the lengths take turns."""
+    """Microseconds per token, forward and backward, by length; the lengths take turns."""
     block = make_blocks({}, ["cpu_fused"])["cpu_fused"]
     times = {length: [] for length in LENGTHS}
     for turn in range(repeats + 1):
@@ -202,7 +202,7 @@ def draw(results: dict, path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5), width_ratios=[2, 1], layout="constrained")
     draw_ratios(left, results["blocks"])
     right.plot(list(results["scaling"]), list(results["scaling"].values()), marker="o")
-    right.set(xscale="log", xlabel="length", ylabel="microseconds a token", ylim=(0, None))
+    right.set(xscale="log", xlabel="length", ylabel="microseconds per token", ylim=(0, None))
     right.set_title("The compiled mixer by length")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -249,7 +249,7 @@ def main() -> None:
     results = {"settings": settings}
     results["blocks"] = {shape: compare_blocks(shape, given.repeats, variants) for shape in given.shapes}
     results["scaling"] = measure_scaling(given.repeats)
-    print("\n| length | microseconds a token |\n| --- | --- |")
+    print("\n| length | microseconds per token |\n| --- | --- |")
     for length, microseconds in results["scaling"].items():
         print(f"| {length} | {microseconds:.2f} |")
     results["steps"] = measure_steps(given.repeats)

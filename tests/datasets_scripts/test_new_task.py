@@ -31,6 +31,12 @@ from mamba3_nplr.training.evaluation import evaluate
 from mamba3_nplr.training.models import new_model
 
 
+def texts_of(problem: str, **more) -> TaskTexts:
+    """Texts of which each says what it is, so that none is taken for another."""
+    names = ("subject", "sequences", "answer", "details", "heading", "section")
+    return TaskTexts(problem, **{name: f"{name} of {problem}" for name in names}, **more)
+
+
 @dataclass(frozen=True)
 class Toy(Task):
     """Rows that `draw` makes, for training of one length and for tests of two."""
@@ -59,16 +65,7 @@ class Toy(Task):
 class Parity(Toy, PrefixClassification):
     """Whether the ones so far are odd in number."""
 
-    texts = TaskTexts(
-        problem="parity problem",
-        subject="parities",
-        sequences="bit strings",
-        answer="last parity",
-        details="accuracy by position",
-        heading="Bits",
-        section="Bits, and the parity of each prefix.\n\n`input_ids`: the bits. `labels`: the parities.",
-        tags=("parity",),
-    )
+    texts = texts_of("parity", tags=("parity",))
     token_names = ["zero", "one"]
     label_names = ["even", "odd"]
     question = "Bits: is the last parity right?"
@@ -98,16 +95,7 @@ class Parity(Toy, PrefixClassification):
 class RunningMaximum(Toy, BehaviorCloning):
     """The largest number so far, in episodes of different lengths."""
 
-    texts = TaskTexts(
-        problem="running maximum",
-        subject="the running maximum",
-        sequences="episodes",
-        answer="last maximum",
-        details="the error",
-        heading="Maxima",
-        section="Numbers and the largest so far.\n\n`observations`, `labels`, `steps`.",
-        picture=CardPicture("maxima.png", "Numbers and their maximum", "validation", 2),
-    )
+    texts = texts_of("maximum", picture=CardPicture("maxima.png", "Numbers and their maximum", "validation", 2))
     main_metric = "near"
     size_name = "steps"
     observation_size = 1
