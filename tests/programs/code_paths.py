@@ -114,9 +114,8 @@ def run(setting: Setting, folder: Path, tests: list[str], usual: str) -> tuple[b
         return False, "", f"skipped: {reason}"
     variables = environment(setting, folder)
     other = "as usual" if rounding(variables) == usual else "differently"
-    # With more threads than that, those of two workers would fight for the same cores.
-    workers = "2" if setting.threads <= 2 else "0"
-    failed, summary = run_suite(sys.executable, ["-n", workers, *tests], variables)
+    # Their threads do not fight for the cores: those that wait sleep (GOMP_SPINCOUNT, below).
+    failed, summary = run_suite(sys.executable, ["-n", "2", *tests], variables)
     return failed, other, summary
 
 
