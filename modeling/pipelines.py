@@ -15,7 +15,7 @@ from transformers.pipelines.pt_utils import PipelineDataset, PipelineIterator
 
 from .collation import padding_mask
 from .families import auto_class_without_package
-from .hub.self_contained import exported_name
+from .hub.code_export import exported_name
 from .model_inputs import as_numbers
 
 

@@ -1,61 +1,18 @@
 """Checkpoints that carry their own code, so that they load with `trust_remote_code=True` where this package is not."""
 
-import importlib.util
 import json
-import re
 import sys
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from .atomic_files import write_atomically
+from .code_export import exported_name, source_files
 from .downloads import discard_damaged_weights, refuse_damaged
 from .errors import NOTHING_LOADED, clear_errors
 from .folder_lock import only_writer
 
 PUSHED_OR_NOT = "The repository holds all of this push or nothing; push again."
-# Before the names of code files in a checkpoint, except for those that name a family of models: someone may have a
-# losses.py or heads.py of his own in that folder.
-PREFIX, FAMILY_PREFIXES = "mamba3_nplr_", ("modeling_", "configuration_")
-RELATIVE_IMPORT = re.compile(r"^(\s*from )(\.+)([\w.]+)( import )", flags=re.MULTILINE)
-
-
-def source_files(module_name: str) -> dict[str, str]:
-    """
-    The source of a module and of every module it imports relatively, by the name of its file in a checkpoint, with
-    their imports made flat: `from ..folder.name import x` becomes `from .mamba3_nplr_name import x`.
-    """
-    found, waiting = {}, [module_name]
-    while waiting:
-        name = waiting.pop()
-        # A module that reads other files of the package has a form that does not.
-        exported = getattr(sys.modules.get(name), "exported_module", None)
-        source = exported() if exported else module_file(name).read_text(encoding="utf-8")
-        for _, dots, path, _ in RELATIVE_IMPORT.findall(source):
-            imported = absolute_name(name, dots, path)
-            if f"{exported_name(imported)}.py" not in found and imported not in waiting:
-                waiting.append(imported)
-        found[f"{exported_name(name)}.py"] = RELATIVE_IMPORT.sub(
-            lambda match, name=name: f"{match[1]}.{exported_name(absolute_name(name, match[2], match[3]))}{match[4]}",
-            source,
-        )
-    return found
-
-
-def absolute_name(importer: str, dots: str, path: str) -> str:
-    return ".".join([*importer.split(".")[: -len(dots)], path])
-
-
-def exported_name(module_name: str) -> str:
-    """The name of a module in a checkpoint, where it may be already."""
-    *folders, name = module_name.split(".")
-    # Those of a checkpoint are flat already; those of the package are in it and in one of its parts.
-    return name if name.startswith((PREFIX, *FAMILY_PREFIXES)) else PREFIX + "_".join([*folders[2:], name])
-
-
-def module_file(name: str) -> Path:
-    """The file of a module, which need not be loaded: some wait for their first use."""
-    return Path(sys.modules[name].__file__ if name in sys.modules else importlib.util.find_spec(name).origin)
 
 
 class SelfContainedMixin:
@@ -117,12 +74,13 @@ class SelfContainedMixin:
 
     def write_code(self, folder) -> None:
         """The code files, and in the configuration the pipelines that run them."""
-        files = source_files(self.importable_class().__module__)
+        cls = self.importable_class()
+        files = dict(source_files(cls.__module__, cls.config_class.__module__))
         config = Path(folder) / "config.json"
         if config.exists():  # beside an adapter there is none
             # Written here, for an attribute of the configuration would be seen by all threads that use the model.
             entries = json.loads(config.read_text(encoding="utf-8"))
-            entries["custom_pipelines"] = self.importable_class().custom_pipelines()
+            entries["custom_pipelines"] = cls.custom_pipelines()
             files[config.name] = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         for name, text in files.items():
             path = Path(folder) / name

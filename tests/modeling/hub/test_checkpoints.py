@@ -65,7 +65,7 @@ WITHOUT_THE_PACKAGE = BLOCKER + textwrap.dedent(
             model.select_action(inputs["observations"][:, 0])
         print(folder.name, type(model).__name__, type(model).__module__.partition(".")[0])
     # The code of one checkpoint loads beside that of another, and again if it has changed.
-    scan = folder / f"checkpoint_{folder.name}" / "mamba3_nplr_scan_cpu.py"
+    scan = folder / f"checkpoint_{folder.name}" / "mamba3_nplr_scan.py"
     source = scan.read_text()
     scan.write_text(source + "# changed")
     model = auto_class.from_pretrained(scan.parent, trust_remote_code=True)
@@ -203,7 +203,7 @@ def assert_same_files(first, second):
 
 def test_what_someone_else_wrote_into_the_folder_stays(tmp_path):
     """Whatever it is called, unless it is called after a family of models."""
-    sources = [*Path(self_contained.__file__).parent.glob("*.py"), Path("train.py"), Path("utils.py")]
+    sources = [*Path(self_contained.__file__).parents[1].rglob("*.py"), Path("train.py"), Path("utils.py")]
     mine = [tmp_path / path.name for path in sources if not path.stem.startswith(("modeling_", "configuration_"))]
     assert tmp_path / "losses.py" in mine and tmp_path / "heads.py" in mine
     for path in mine:
@@ -217,11 +217,12 @@ def test_what_someone_else_wrote_into_the_folder_stays(tmp_path):
 def test_code_of_a_newer_version_takes_the_place_of_an_older_one(tmp_path, monkeypatch):
     model = build(Mamba3NPLRModel)
     model.save_pretrained(tmp_path / "new")
-    older = {name: f"older = {name!r}" for name in self_contained.source_files(Mamba3NPLRModel.__module__)}
+    entries = Mamba3NPLRModel.__module__, Mamba3NPLRConfig.__module__
+    older = {name: f"older = {name!r}" for name in self_contained.source_files(*entries)}
     with monkeypatch.context() as patch:
-        patch.setattr(self_contained, "source_files", lambda module: dict(older))
+        patch.setattr(self_contained, "source_files", lambda *modules: older)
         model.save_pretrained(tmp_path / "old")
-    assert (tmp_path / "old" / "mamba3_nplr_losses.py").read_text().startswith("older")
+    assert (tmp_path / "old" / "mamba3_nplr_modeling.py").read_text().startswith("older")
     model.save_pretrained(tmp_path / "old")
     assert_same_files(tmp_path / "old", tmp_path / "new")
 

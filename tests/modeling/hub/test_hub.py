@@ -15,8 +15,8 @@ from helpers.places import TESTS
 from helpers.training_program import PROGRAM
 from helpers.without_package import other_packages
 from mamba3_nplr.datasets_scripts.build import build
+from mamba3_nplr.modeling.hub.code_export import source_files
 from mamba3_nplr.modeling.hub.errors import clear_errors
-from mamba3_nplr.modeling.hub.self_contained import source_files
 
 DATASETS = textwrap.dedent(
     """
@@ -530,7 +530,7 @@ def test_the_code_of_checkpoints_needs_nothing_but_what_the_models_need(tmp_path
     needed = {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
     for family in ("mamba3_nplr", "delta_family", "ids4"):
         for name, source in source_files(f"mamba3_nplr.modeling.modeling_{family}").items():
-            (tmp_path / name).write_text(source)
+            (tmp_path / f"{family}_{name}").write_text(source)
     for path in tmp_path.iterdir():
         assert set(get_imports(path)) <= needed | sys.stdlib_module_names, path.name
 
