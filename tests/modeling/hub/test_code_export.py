@@ -8,19 +8,19 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from helpers.model_cases import small_config
+from helpers.scan_cases import error
+from mamba3_nplr.modeling import families
 from mamba3_nplr.modeling.hub import module_source
 from mamba3_nplr.modeling.hub.code_export import source_files
 
-FAMILIES = ("mamba3_nplr", "delta_family", "ids4")
+FAMILIES = [family.files for family in families.FAMILIES]
 EVERYWHERE = {"hub", "mixers", "modeling", "pipelines", "scan"}
 ON_THE_SCAN = EVERYWHERE | {"scan_cpu", "scan_dispatch", "scan_triton", "scan_triton_kernels"}
-EXPECTED = {
-    "mamba3_nplr": ON_THE_SCAN | {"mixers_mamba3"},
-    "delta_family": ON_THE_SCAN | {"mixers_delta"},
-    "ids4": EVERYWHERE,
-}
+WITHOUT_THE_SCAN = ("ids4",)
 
 
 def entries(family):
@@ -31,7 +31,8 @@ def entries(family):
 def test_the_files_of_a_checkpoint(family):
     """At most twelve. A new one may be right; but see first why its modules do not fit into the others."""
     expected = {f"modeling_{family}.py", f"configuration_{family}.py"}
-    expected |= {f"mamba3_nplr_{name}.py" for name in EXPECTED[family]}
+    shared = EVERYWHERE if family in WITHOUT_THE_SCAN else ON_THE_SCAN
+    expected |= {f"mamba3_nplr_{name}.py" for name in shared}
     assert set(source_files(*entries(family))) == expected
     assert len(expected) <= 12
 
@@ -60,6 +61,31 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [source_files(*entries(family)) for family in FAMILIES]
+
+
+def load_exported(files, folder, name):
+    """A module of a checkpoint, the files of which become a package."""
+    folder.mkdir()
+    for file, text in {"__init__.py": "", **files}.items():
+        (folder / file).write_text(text)
+    importlib.invalidate_caches()
+    return importlib.import_module(f"{folder.name}.{name}")
+
+
+def test_the_kernels_of_a_checkpoint_are_those_of_the_package(tmp_path, monkeypatch):
+    """Triton reads their source from the file that they are in."""
+    monkeypatch.syspath_prepend(tmp_path)
+    exported = load_exported(source_files(*entries("mamba3_nplr")), tmp_path / "with_kernels", "modeling_mamba3_nplr")
+    found = []
+    for module in (exported, importlib.import_module("mamba3_nplr.modeling.modeling_mamba3_nplr")):
+        torch.manual_seed(0)
+        config = small_config(scan_backend="triton", num_hidden_layers=1)
+        model = module.Mamba3NPLRModel(module.Mamba3NPLRConfig(**config.to_dict()))
+        hidden = model(input_ids=torch.arange(5)[None]).last_hidden_state
+        (hidden * torch.randn_like(hidden)).sum().backward()
+        found.append([hidden.detach(), *(x.grad for x in model.parameters() if x.grad is not None)])
+    assert all(error(x, y) < 1e-5 for x, y in zip(*found, strict=True))
+    assert "with_kernels.mamba3_nplr_scan_triton_kernels" in sys.modules
 
 
 class Toy:
@@ -91,14 +117,10 @@ class Toy:
 
     def exported(self):
         checkpoint = self.folder / f"checkpoint_{self.name}"
-        checkpoint.mkdir()
-        (checkpoint / "__init__.py").touch()
-        for name, text in self.export().items():
-            (checkpoint / name).write_text(text)
+        module = load_exported(self.export(), checkpoint, "modeling_toy")
         found = {Path(path).name for path in get_relative_import_files(checkpoint / "modeling_toy.py")}
         assert found | {"modeling_toy.py"} == set(self.export())
-        importlib.invalidate_caches()
-        return importlib.import_module(f"{checkpoint.name}.modeling_toy")
+        return module
 
 
 @pytest.fixture
