@@ -4,7 +4,8 @@ The code of a model as the files of a checkpoint: flat, and few.
 transformers copies the files that it finds by relative imports with a name, and runs the one that it is asked for even
 if it is loaded already. So the modules that the configuration names, and those that functions import when they run,
 give their names to files of their own; other modules share one with those of their folder, in the order in which they
-are loaded. A module shares a file only where that cannot change what it does: see `Plan.fits`.
+are loaded. A module shares a file only where its names mean the same there and nothing is loaded sooner than before,
+save what has to be loaded anyway: see `Plan.fits`.
 """
 
 import re
@@ -26,7 +27,7 @@ OF_A_FILE = ("__all__", 'if __name__ == "__main__":')
 def source_files(*entries: str) -> dict[str, str]:
     """
     The source of some modules, and of all that they and their functions import relatively, by the names of the files in
-    a checkpoint. `entries` are the modules that its configuration names; the first is that of the model.
+    a checkpoint. `entries` are the modules that its configuration names.
     """
     modules, late = read_modules(entries)
     if exported_name(__name__) == __name__.rpartition(".")[2]:  # in a checkpoint, whose code stays as it is

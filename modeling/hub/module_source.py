@@ -162,9 +162,8 @@ def is_package(name: str) -> bool:
 
 
 def module_file(name: str) -> Path:
-    path = (
-        sys.modules[name].__dict__.get("__file__") if name in sys.modules else getattr(find_spec(name), "origin", None)
-    )
+    known, attribute = (sys.modules[name], "__file__") if name in sys.modules else (find_spec(name), "origin")
+    path = getattr(known, attribute, None)
     if path is None:
         raise ValueError(f"There is no file with the source of {name}, so that a checkpoint cannot carry it.")
     return Path(path)
