@@ -7,6 +7,10 @@ The Mamba-3 mixer with an input-dependent reflection.
     B_t     = Q_t (RMSNorm(W_B x_t) + B_bias)       C_t   = Q_t (RMSNorm(W_C x_t) + C_bias)
     k_t     = Q_t (W_k x_t / |W_k x_t|)             beta_t = 2 sigmoid(w_beta x_t + b_beta)
 
+and with gate_form="exact"
+
+    a_t     = relu(softplus(W_a x_t + b_a) - 0.05)  beta_t = clamp(2.2 sigmoid(w_beta x_t + b_beta) - 0.1, 0, 2)
+
     h_t = d_t h_{t-1} - beta_t k_t (k_t' h_{t-1}) + lam_t dt_t B_t u_t' + (1 - lam_t) dt_t d_t B_{t-1} u_{t-1}'
     y_t = C_t' h_t + D u_t
     out = W_out (y_t * silu(z_t))                   with output_norm, RMSNorm_head(y_t) in place of y_t
@@ -26,6 +30,7 @@ from .fused_step import are_bare_norms, bare_weight, is_bare, known_to_compiled_
 from .inputs import check_mixer_inputs
 from .mamba3_backends import MIXER_BACKENDS
 from .mamba3_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights
+from .mamba3_numbers import NUMBERS
 
 
 class Mamba3State(NamedTuple):
@@ -235,7 +240,7 @@ class Mamba3Mixer(nn.Module):
     def decay_rate(self, A: torch.Tensor) -> torch.Tensor:
         activation = heavy_tail if self.config.decay_activation == "heavy_tail" else F.softplus
         if self.config.gate_form == "exact":
-            return F.relu(activation(A + self.A_bias) - 0.05)
+            return F.relu(activation(A + self.A_bias) - NUMBERS.rate_shift)
         return activation(A).clamp(min=self.config.a_min)
 
     def rotation(self, dt, angle, state, mask, cu_seqlens):
@@ -251,9 +256,12 @@ class Mamba3Mixer(nn.Module):
         if k is None:
             return None, None, None
         k = k.to(at_least_float32(k)).unflatten(-1, (-1, self.config.state_size))
-        k = rotate(F.normalize(k, dim=-1, eps=1e-12), cosine_sine)
+        k = rotate(F.normalize(k, dim=-1, eps=NUMBERS.shortest_k), cosine_sine)
         beta = beta.to(at_least_float32(beta)).sigmoid()
-        beta = (2.2 * beta - 0.1).clamp(0.0, 2.0) if self.config.gate_form == "exact" else 2.0 * beta
+        if self.config.gate_form == "exact":
+            beta = (NUMBERS.beta_stretch * beta - NUMBERS.beta_shift).clamp(0.0, NUMBERS.beta_max)
+        else:
+            beta = NUMBERS.beta_max * beta
         return k, beta, beta * log_decay.exp() if self.config.reflection_form == "contractive" else beta
 
     def initial_state(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Mamba3State:

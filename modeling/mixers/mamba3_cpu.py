@@ -13,6 +13,7 @@ from ..scan.differentiable_operator import DifferentiableOperator
 from ..scan.operator_arguments import SEQUENCES, Argument, OperatorArguments
 from ..scan.sequences import TokenOrder
 from .fused_step import DTYPES, PLAIN_TYPES, is_plain
+from .mamba3_numbers import NUMBERS, MixerNumbers
 
 
 class MixerWeights(NamedTuple):
@@ -106,7 +107,7 @@ def mixer_fields() -> dict[str, type]:
     gradients = [f"grad_{name}" for name in (*RESULTS[:5], *names)]
     return (
         dict.fromkeys(integers, INTEGER)
-        | dict.fromkeys(("a_min", "epsilon"), NUMBER)
+        | dict.fromkeys(("a_min", "epsilon", *MixerNumbers._fields), NUMBER)
         | dict.fromkeys((*names, *RESULTS, *gradients), TENSOR)
     )
 
@@ -176,9 +177,10 @@ class CompiledMixer(DifferentiableOperator):
     def backward(self, arguments, tensors, **options):
         self.mixer_backward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
 
-    def values(self, arguments: OperatorArguments) -> dict[str, int]:
+    def values(self, arguments: OperatorArguments) -> dict[str, int | float]:
         names = ("rows", "tokens", "width", "heads", "state", "channels", "pairs")
-        return {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
+        sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
+        return sizes | NUMBERS._asdict()
 
 
 mixer_operator, mixer_backward_operator = CompiledMixer().register()
@@ -331,5 +333,6 @@ def step_template(
         heavy_tail=heavy_tail,
         a_min=a_min,
         epsilon=epsilon,
+        **NUMBERS._asdict(),
         **dict(zip(names, pointers, strict=True)),
     )

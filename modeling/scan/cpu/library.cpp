@@ -57,5 +57,8 @@ int mixer_step(const MixerStep<Inside>* a) {
     });
 }
 int64_t scan_segment() { return kSegment; }
+int64_t scan_bytes() { return sizeof(Scan<Element, Inside>); }
+int64_t mixer_bytes() { return sizeof(Mixer<Element, Inside>); }
+int64_t mixer_step_bytes() { return sizeof(MixerStep<Inside>); }
 void use_pool(Pool given) { pool = given; }
 }

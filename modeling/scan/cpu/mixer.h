@@ -21,7 +21,6 @@ namespace {
 template <typename S, typename T, int64_t N, int64_t P>
 class MixerWorker {
     using V = Vector<T>;
-    static constexpr T kShortest = T(1e-12);  // of directions to normalise
 
   public:
     // shared_gradients: (units in a row, tokens, 2 state + pairs), of normalised B, C and omega; sums: `HeadSums` of
@@ -217,27 +216,30 @@ class MixerWorker {
 
     V decay_rate(V x) const {
         const V rate = a.heavy_tail ? (x < T(0) ? T(1) / (T(1) - x) : x + T(1)) : softplus<T>(x);
-        const V low = a.A_bias ? all(T(0)) : all(T(a.a_min)), shifted = a.A_bias ? rate - T(0.05) : rate;
+        const V low = a.A_bias ? all(T(0)) : all(T(a.a_min)), shifted = a.A_bias ? rate - T(a.rate_shift) : rate;
         return shifted < low ? low : shifted;
     }
     V decay_rate_slope(V x) const {
         const V inverse = T(1) / (T(1) - x);
         const V slope = a.heavy_tail ? (x < T(0) ? inverse * inverse : all(T(1))) : softplus_slope<T>(x);
         const V rate = a.heavy_tail ? (x < T(0) ? inverse : x + T(1)) : softplus<T>(x);
-        const V above = a.A_bias ? (rate - T(0.05) > T(0) ? all(T(1)) : V{}) : (rate < T(a.a_min) ? V{} : all(T(1)));
+        const V above =
+            a.A_bias ? (rate - T(a.rate_shift) > T(0) ? all(T(1)) : V{}) : (rate < T(a.a_min) ? V{} : all(T(1)));
         return slope * above;
     }
     V reflection_gate(V x) const {
         const V gate = sigmoid<T>(x);
-        if (!a.A_bias) return T(2) * gate;
-        const V wide = T(2.2) * gate - T(0.1), low = wide < T(0) ? V{} : wide;
-        return low > T(2) ? all(T(2)) : low;
+        const T most = T(a.beta_max);
+        if (!a.A_bias) return most * gate;
+        const V wide = T(a.beta_stretch) * gate - T(a.beta_shift), low = wide < T(0) ? V{} : wide;
+        return low > most ? all(most) : low;
     }
     V reflection_gate_slope(V x) const {
         const V gate = sigmoid<T>(x), slope = gate * (T(1) - gate);
-        if (!a.A_bias) return T(2) * slope;
-        const V wide = T(2.2) * gate - T(0.1);
-        return wide < T(0) ? V{} : (wide > T(2) ? V{} : T(2.2) * slope);
+        const T most = T(a.beta_max), stretch = T(a.beta_stretch);
+        if (!a.A_bias) return most * slope;
+        const V wide = stretch * gate - T(a.beta_shift);
+        return wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope);
     }
 
     // Angles between -pi and pi of the token before the segment and of its own; rows of cosines (c0, c0, c1, c1, ...)
@@ -266,9 +268,10 @@ class MixerWorker {
 
     void fill_k() {
         sum_steps<T>(s.steps, k_length.of, [&](int64_t t) { return s.products(s.k[t], s.k[t]); });
+        const T shortest = T(a.shortest_k);
         for (int64_t t = 0; t < s.steps; ++t) {
             k_length[t] = std::sqrt(k_length[t]);
-            const T scale = T(1) / std::max(k_length[t], kShortest);
+            const T scale = T(1) / std::max(k_length[t], shortest);
             for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(s.k[t] + i) *= scale;
             rotate(s.k[t], nullptr, t + 1, s.k[t]);
         }
@@ -410,9 +413,10 @@ class MixerWorker {
     void k_back() {
         PerStep<T> along;
         sum_steps<T>(s.steps, along.of, [&](int64_t t) { return s.products(s.k[t], s.grad_k[t]); });
+        const T shortest = T(a.shortest_k);
         for (int64_t t = 0; t < s.steps; ++t) {
             T* grad = s.grad_k[t];
-            const T part = k_length[t] > kShortest ? along[t] : T(0), scale = T(1) / std::max(k_length[t], kShortest);
+            const T part = k_length[t] > shortest ? along[t] : T(0), scale = T(1) / std::max(k_length[t], shortest);
             for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) -= part * vec(s.k[t] + i);
             for (int64_t i = 0; i < s.state; i += kLanes<T>) vec(grad + i) = scale * turned_back(grad, t, i);
         }

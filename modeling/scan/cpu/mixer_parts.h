@@ -22,6 +22,7 @@ struct Mixer {
     Layout layout;
     int64_t tokens, width, heads, state, channels, pairs, threads, contractive, heavy_tail;
     double a_min, epsilon;
+    double beta_max, beta_stretch, beta_shift, rate_shift, shortest_k;  // see mixers/mamba3_numbers.py
     const S *projected, *k, *beta;
     const T *dt_bias, *A_bias, *B_weight, *B_bias, *C_weight, *C_bias, *D, *norm_weight, *h0, *B0, *u0, *phase0;
     S* out;

@@ -1,5 +1,6 @@
 """The compiled mixer: the torch one on fuzzed shapes with every option, and as an operator."""
 
+import ctypes
 import itertools
 import os
 import random
@@ -16,10 +17,14 @@ from helpers.places import TESTS
 from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import error
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers import mamba3, mamba3_cpu
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
 from mamba3_nplr.modeling.mixers.mamba3_cpu import MixerWeights, mixer_cpu, mixer_operator
+from mamba3_nplr.modeling.mixers.mamba3_numbers import MixerNumbers
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
+from mamba3_nplr.modeling.scan.cpu.compiled import library as compiled_library
+from mamba3_nplr.modeling.scan.cpu.operator import CompiledScan
 from mamba3_nplr.modeling.scan.sequences import TokenOrder
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
@@ -234,6 +239,35 @@ def test_a_compiled_step_is_a_piece_of_length_one(option, rows, monkeypatch):
         assert part.numel() == 0 or error(found, part) < 1e-12
 
 
+@pytest.mark.parametrize("option", ["paper", "exact_gates"])
+def test_compiled_code_has_no_numbers_of_its_own_in_the_gates(option, monkeypatch):
+    mixer = make_mixer(option)
+    x, state = torch.randn(2, 37, 12, dtype=torch.float64), random_state(mixer, 2)
+    expected = run(mixer, x, state, "cpu")
+    # Between the lengths of the k here, and far from what else there is.
+    others = MixerNumbers(beta_max=1.1, beta_stretch=1.7, beta_shift=0.4, rate_shift=0.6, shortest_k=2.5)
+    for module in (mamba3, mamba3_cpu):
+        monkeypatch.setattr(module, "NUMBERS", others)
+    found = run(mixer, x, state, "cpu")
+    assert_close(found, run(mixer, x, state, "chunkwise"), 1e-10)
+    assert error(found["y"], expected["y"]) > 0.1
+    mamba3_cpu.step_template.cache_clear()
+    with torch.no_grad():
+        mixer.config.scan_backend = "cpu"
+        y, _ = mixer(x[:, :1], state)
+    mamba3_cpu.step_template.cache_clear()
+    assert error(y, found["y"][:, :1]) < 1e-10
+
+
+def test_python_and_the_library_agree_on_the_structs():
+    library, mixer = compiled_library(torch.float32), mamba3_cpu.CompiledMixer
+    assert (
+        library.mixer_bytes() == ctypes.sizeof(mixer.mixer_forward.struct) == ctypes.sizeof(mixer.mixer_backward.struct)
+    )
+    assert library.mixer_step_bytes() == ctypes.sizeof(mamba3_cpu.step_function.struct)
+    assert library.scan_bytes() == ctypes.sizeof(CompiledScan.scan_forward.struct)
+
+
 def count_steps(monkeypatch):
     """A list with an entry for each step that compiled code took."""
     calls, backend = [], MIXER_BACKENDS["cpu"]
@@ -305,6 +339,7 @@ static void fuzz(int64_t n, int64_t p, int64_t m, std::vector<int64_t> lengths, 
     a.layout = {rows, 0, bounds.data(), order.data()};
     a.width = 2 * H * p + 2 * n + 3 * H + m, a.heads = H, a.state = n, a.channels = p, a.pairs = m;
     a.threads = threads, a.a_min = 1e-4, a.epsilon = 1e-5;
+    a.beta_max = 2, a.beta_stretch = 2.2, a.beta_shift = 0.1, a.rate_shift = 0.05, a.shortest_k = 1e-12;
     std::vector<std::vector<T>> memory;
     std::vector<std::vector<S>> stored;
     const auto make = [&](int64_t size) { return memory.emplace_back(size, T(0.1)).data(); };
