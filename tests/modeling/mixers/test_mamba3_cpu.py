@@ -260,10 +260,8 @@ def test_compiled_code_has_no_numbers_of_its_own_in_the_gates(option, monkeypatc
 
 
 def test_python_and_the_library_agree_on_the_structs():
-    library, mixer = compiled_library(torch.float32), mamba3_cpu.CompiledMixer
-    assert (
-        library.mixer_bytes() == ctypes.sizeof(mixer.mixer_forward.struct) == ctypes.sizeof(mixer.mixer_backward.struct)
-    )
+    library = compiled_library(torch.float32)
+    assert library.mixer_bytes() == ctypes.sizeof(mamba3_cpu.CompiledMixer.mixer_forward.struct)
     assert library.mixer_step_bytes() == ctypes.sizeof(mamba3_cpu.step_function.struct)
     assert library.scan_bytes() == ctypes.sizeof(CompiledScan.scan_forward.struct)
 
