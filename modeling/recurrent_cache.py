@@ -62,7 +62,8 @@ def write_state(cache: Cache | LayerStates | None, layer_idx: int, state: State)
     if isinstance(cache, LayerStates):
         cache[layer_idx] = state
         return
-    rest = torch.cat([part.flatten(1) for part in state[1:]], dim=1)
+    others = [part.flatten(1) for part in state[1:]]
+    rest = torch.cat(others, dim=1) if others else state[0].new_empty(len(state[0]), 0)
     # A cache layer holds a state only once its convolution state has been written.
     cache.update_conv_state(rest[..., None], layer_idx)
     cache.update_recurrent_state(state[0], layer_idx)

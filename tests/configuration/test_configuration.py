@@ -8,12 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, PreTrainedConfig
 
-from helpers.family_cases import CASES as FAMILY_CASES
-from helpers.family_cases import SHARED
-from helpers.model_cases import SIZES
+from helpers.family_cases import FAMILY_SIZES
 from mamba3_nplr import (
-    DeltaFamilyConfig,
-    IDS4Config,
     Mamba3NPLRConfig,
     Mamba3NPLRForSequenceClassification,
     Mamba3NPLRModel,
@@ -21,12 +17,6 @@ from mamba3_nplr import (
 from mamba3_nplr.configuration.configuration_sequence_model import FORMAT_VERSION
 from mamba3_nplr.modeling.auto import AutoModelForBehaviorCloning
 
-# Sizes of a small model of each family.
-FAMILIES = {
-    Mamba3NPLRConfig: SIZES,
-    DeltaFamilyConfig: SHARED | FAMILY_CASES["gdn"][1],
-    IDS4Config: SHARED | FAMILY_CASES["ids4"][1],
-}
 # Fields whose names are those of other rules: the version, and tokens, which lie in the vocabulary.
 OTHER_RULES = {"format_version", "pad_token_id", "bos_token_id", "eos_token_id"}
 
@@ -38,7 +28,7 @@ def numbers_of(config_class) -> dict[str, type]:
     return {x.name: kinds[x.type] for x in fields(config_class) if x.name not in inherited and x.type in kinds}
 
 
-NUMBERS = [(config_class, *item) for config_class in FAMILIES for item in numbers_of(config_class).items()]
+NUMBERS = [(config_class, *item) for config_class in FAMILY_SIZES for item in numbers_of(config_class).items()]
 
 PAPER = {
     "hidden_size": 64,
@@ -186,7 +176,7 @@ def test_keywords_that_transformers_keeps_in_configurations_are_accepted():
 
 @pytest.mark.parametrize(("config_class", "field", "kind"), NUMBERS)
 def test_every_number_has_a_range_and_nothing_outside_is_accepted(config_class, field, kind):
-    sizes, allowed = FAMILIES[config_class], config_class.ranges[field]
+    sizes, allowed = FAMILY_SIZES[config_class], config_class.ranges[field]
     wrong = [allowed.low - 1, allowed.high + 1, 10**30, -(10**30), 10**400]
     wrong += [float("nan"), float("inf"), -float("inf"), 1e300, -1e300] if kind is float else []
     wrong += [allowed.low] * allowed.above + [allowed.high] * allowed.below
@@ -206,7 +196,7 @@ def test_every_number_has_a_range_and_nothing_outside_is_accepted(config_class, 
 
 def test_the_tables_hold_the_fields_and_no_others():
     assert len(NUMBERS) > 40
-    for config_class in FAMILIES:
+    for config_class in FAMILY_SIZES:
         assert config_class.ranges.keys() == numbers_of(config_class).keys()
 
 
@@ -220,7 +210,7 @@ def test_at_the_ends_of_a_range_losses_and_gradients_are_finite(config_class, fi
     value = allowed.low if end == "low" else allowed.high
     value += 1e-9 if value == allowed.low and allowed.above else -1e-3 if value == allowed.high and allowed.below else 0
     changes = {"dt_min": value, "dt_max": value} if field in ("dt_min", "dt_max") else {field: value}
-    config = config_class(**FAMILIES[config_class] | changes)
+    config = config_class(**FAMILY_SIZES[config_class] | changes)
     classifier, policy = (
         x.from_config(config) for x in (AutoModelForSequenceClassification, AutoModelForBehaviorCloning)
     )
@@ -235,7 +225,7 @@ def test_at_the_ends_of_a_range_losses_and_gradients_are_finite(config_class, fi
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.5, "3", True, None, 10**30])
-@pytest.mark.parametrize("config_class", FAMILIES)
+@pytest.mark.parametrize("config_class", FAMILY_SIZES)
 def test_a_wrong_number_of_labels_is_refused(config_class, number, tmp_path):
     with pytest.raises(
         ValueError, match=f"num_labels={number!r} is not allowed: it must be a whole number, at least 1"
@@ -275,19 +265,19 @@ def test_no_labels_after_the_fact_are_refused_by_the_model():
         Mamba3NPLRForSequenceClassification(config)
 
 
-@pytest.mark.parametrize("config_class", FAMILIES)
+@pytest.mark.parametrize("config_class", FAMILY_SIZES)
 @pytest.mark.parametrize("field", ["pad_token_id", "bos_token_id", "eos_token_id"])
 def test_special_tokens_are_of_the_vocabulary(config_class, field):
     for token in (11, -1, 10**30):
         with pytest.raises(Exception, match=f"{field}={token} is not allowed: .* at least 0 and at most 10"):
-            config_class(**FAMILIES[config_class] | {field: token})
+            config_class(**FAMILY_SIZES[config_class] | {field: token})
         # What reads no tokens has no vocabulary.
         assert getattr(config_class(**{field: token, "input_type": "observations"}), field) == token
     for token in (None, 0, 10):
-        assert getattr(config_class(**FAMILIES[config_class] | {field: token}), field) == token
+        assert getattr(config_class(**FAMILY_SIZES[config_class] | {field: token}), field) == token
 
 
-@pytest.mark.parametrize("config_class", FAMILIES)
+@pytest.mark.parametrize("config_class", FAMILY_SIZES)
 @pytest.mark.parametrize("value", ["foo", "", 1, ["regression"]])
 def test_an_unknown_problem_type_is_refused(config_class, value):
     with pytest.raises(Exception, match="(?s)'problem_type' with value .* doesn't match any type.*'regression'"):
@@ -299,7 +289,9 @@ def test_an_unknown_problem_type_is_refused(config_class, value):
 
 def test_labels_and_tokens_that_transformers_sets_are_accepted(tmp_path):
     names = {"id2label": {0: "off", 1: "on"}, "label2id": {"off": 0, "on": 1}}
-    Mamba3NPLRForSequenceClassification(Mamba3NPLRConfig(**SIZES | names | {"num_labels": 2})).save_pretrained(tmp_path)
+    Mamba3NPLRForSequenceClassification(
+        Mamba3NPLRConfig(**FAMILY_SIZES[Mamba3NPLRConfig] | names | {"num_labels": 2})
+    ).save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).id2label == names["id2label"]
     assert AutoConfig.from_pretrained(tmp_path, num_labels=3).id2label == {i: f"LABEL_{i}" for i in range(3)}
     more = {"id2label": {0: "a", 1: "b", 2: "c"}, "pad_token_id": 10, "problem_type": "multi_label_classification"}

@@ -19,17 +19,19 @@ PLAIN = {"conv_size": 0, "use_output_gate": False}
 
 # Every option that changes a formula, of the families beside Mamba-3. beta reaches above 1 in all but one.
 CASES = {
+    "gdn": (DeltaFamilyConfig, DELTA),
     "deltanet": (DeltaFamilyConfig, DELTA | PLAIN | {"use_decay": False}),
     "deltanet_01": (DeltaFamilyConfig, DELTA | PLAIN | {"use_decay": False, "beta_max": 1}),
     "deltaproduct": (DeltaFamilyConfig, DELTA | PLAIN | {"use_decay": False, "num_householder": 3}),
     "gdp": (DeltaFamilyConfig, DELTA | PLAIN | {"num_householder": 2}),
-    "gdn": (DeltaFamilyConfig, DELTA),
     "gdp_everything": (DeltaFamilyConfig, DELTA | {"num_householder": 2, "conv_size": 3}),
     "no_mlp": (DeltaFamilyConfig, DELTA | PLAIN | {"intermediate_size": 0}),
     "ids4": (IDS4Config, {"hidden_size": 12, "state_size": 5, "chunk_elements": 200}),
 }
 MAMBA3_CASES = {option: (Mamba3NPLRConfig, SIZES | fields) for option, fields in OPTIONS.items()}
 ALL_CASES = CASES | MAMBA3_CASES
+# Sizes of a small model of each family: those of its first case.
+FAMILY_SIZES = {config_class: SHARED | fields for config_class, fields in reversed(ALL_CASES.values())}
 DELTA_CASES = [case for case in CASES if case != "ids4"]
 
 
