@@ -31,7 +31,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CONFIG_MAP
 names = set(CONFIG_MAPPING.keys())
 mamba2 = CONFIG_MAPPING["mamba2"]
 import mamba3_nplr
-assert set(CONFIG_MAPPING.keys()) - names == {"mamba3_nplr", "delta_family", "input_dependent_s4"}
+from mamba3_nplr.modeling.families import FAMILIES
+assert set(CONFIG_MAPPING.keys()) - names == {family.model_type for family in FAMILIES}
+assert {"mamba3_nplr", "delta_family", "input_dependent_s4"} <= {family.model_type for family in FAMILIES}
 assert CONFIG_MAPPING["mamba2"] is mamba2
 assert type(AutoModel.from_config(AutoConfig.for_model("mamba3_nplr"))) is mamba3_nplr.Mamba3NPLRModel
 """
