@@ -16,7 +16,7 @@ from helpers.hub_client import TOKENS, run_script
 from helpers.hub_server import HubServer
 from helpers.places import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("mamba3_nplr", "configuration", "modeling", "datasets_scripts", "training")
 
 # Each page has a namespace and a folder of its own, so that it can be read, and tried, alone.
