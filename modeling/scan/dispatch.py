@@ -78,13 +78,21 @@ def select_backend(name: str, device: torch.device) -> str:
     """The name of the backend to run on `device`: `name`, which must be one that can, or the fastest for `"auto"`."""
     check_backend_name(name)
     if name == "auto":
-        ranked = sorted(BACKENDS, key=lambda other: -BACKENDS[other].rank)
-        return next(other for other in ranked if BACKENDS[other].unavailable(device) is None)
+        return fastest_backend(device)
     reason = BACKENDS[name].unavailable(device)
     if reason is not None:
         usable = [other for other, backend in BACKENDS.items() if backend.unavailable(device) is None]
         raise ValueError(f"scan_backend={name!r} cannot run: {reason}. These can: {', '.join(usable)}.")
     return name
+
+
+def fastest_backend(device: torch.device) -> str:
+    """The one of the highest rank that can run. Models ask at every step, so that sorting would take too long."""
+    fastest, rank = None, -1
+    for name, backend in BACKENDS.items():
+        if backend.rank > rank and backend.unavailable(device) is None:
+            fastest, rank = name, backend.rank
+    return fastest
 
 
 def choose_backend(name: str, device: torch.device) -> str:
