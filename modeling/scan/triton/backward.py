@@ -1,4 +1,4 @@
-"""The kernels of the backward pass of the scan; `scan_triton_kernels` says what each does."""
+"""The kernels of the backward pass of the scan; `kernels` says what each does."""
 
 from .chunk import (
     add_token_responses,

@@ -91,7 +91,8 @@ def blocks(pairs: int, settings: Settings, device: torch.device) -> tuple[int, i
 
 def constants(kernel: str, settings: Settings, tensors: dict[str, torch.Tensor | None], **more) -> dict:
     """Compile-time arguments of a kernel."""
-    from .kernels import KERNELS, tl
+    from .chunk import tl
+    from .kernels import KERNELS
 
     every = settings._asdict() | {
         "HAS_CARRY": tensors.get("carry") is not None,

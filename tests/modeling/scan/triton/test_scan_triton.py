@@ -228,7 +228,7 @@ def rounded_products(monkeypatch):
     """
     from mamba3_nplr.modeling.scan.triton import backward as triton_backward
     from mamba3_nplr.modeling.scan.triton import chunk as triton_chunk
-    from mamba3_nplr.modeling.scan.triton import kernels as scan_triton_kernels
+    from mamba3_nplr.modeling.scan.triton import forward as triton_forward
     from mamba3_nplr.modeling.scan.triton import operator as scan_triton
 
     plain, settings_of = triton_chunk.dot, scan_triton.settings_of
@@ -243,7 +243,7 @@ def rounded_products(monkeypatch):
         return plain(a, b, DOT, PRECISION, acc)
 
     tl = triton_chunk.tl
-    for module in (triton_chunk, triton_backward, scan_triton_kernels):
+    for module in (triton_chunk, triton_backward, triton_forward):
         monkeypatch.setattr(module, "dot", dot)
     monkeypatch.setattr(scan_triton, "settings_of", lambda u, B: settings_of(u, B)._replace(PRECISION="rounded"))
 
