@@ -14,20 +14,23 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from mamba3_nplr.modeling.scan.operator_arguments import SCAN_STATES, SCAN_TOKENS
 from mamba3_nplr.modeling.scan.triton.kernels import KERNELS
 from mamba3_nplr.modeling.scan.triton.launch import (
     NARROW_BLOCK,
     WIDEST_BLOCK,
     Settings,
-    constants,
+    arguments,
+    kernel_settings,
     make_settings,
     warps,
 )
@@ -42,7 +45,7 @@ SIZES = ((16, 16), (32, 32), (64, 64), (128, 128))
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HALF = ("u", "B", "C", "k", "y", "dy", "du", "dB", "dC", "dk")  # in the dtype of the inputs
 KEPT = ("kept", "dG")  # in that of matrix products; all else is float32
-SEQUENCES = ("bounds_ptr", "order_ptr", "rows_ptr")  # given for packed and padded sequences only
+SEQUENCES = ("bounds", "order", "rows")  # given for packed and padded sequences only
 # Bytes a token and head of other scans, forward and backward, in bf16.
 ANCHORS = {
     (16, 16): {"Mamba-3": (318, 694), "Gated DeltaNet": (716, 1358), "DPLR": (1664, 4232)},
@@ -90,31 +93,43 @@ def settings_of(configuration: Configuration, target: GPUTarget) -> Settings:
 
 def compile_kernel(configuration: Configuration, target: GPUTarget):
     settings, function = settings_of(configuration, target), KERNELS[configuration.kernel]
-    more = {"SOLVED": not settings.small} | ({"P": configuration.block} if configuration.block else {})
-    values = constants(configuration.kernel, settings, {"carry": True, "k": True, "D": True}, **more)
-    if not configuration.padded:
-        values |= {name: None for name in SEQUENCES if name in function.arg_names}
-    signature = {name: argument_type(name, configuration.dtype, values) for name in function.arg_names}
-    places = {name: (place,) for place, name in enumerate(function.arg_names)}
+    known = {"length": "i32", "heads": "i32", "settings": kernel_settings(settings, configuration.block)}
+    given = arguments(function, tensor_types(configuration, settings), **known)
+    kinds = dict(leaves(given.values()))
     source = ASTSource(
         function,
-        signature=signature,
-        constexprs={places[name]: value for name, value in values.items()},
-        attrs={places[name]: [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")},
+        signature={name: signature(argument) for name, argument in given.items()},
+        constexprs={place: kind for place, kind in kinds.items() if not isinstance(kind, str)},
+        attrs={place: [["tt.divisibility", 16]] for place, kind in kinds.items() if str(kind).startswith("*")},
     )
     options = {"num_warps": warps(configuration.kernel, settings), "num_stages": 1, "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=options)
 
 
-def argument_type(name: str, dtype: str, values: dict) -> str:
-    if name in values:
-        return "constexpr"
-    if not name.endswith("_ptr"):
-        return "i32"
-    if name in SEQUENCES:
-        return "*i64"
-    array = name.removesuffix("_ptr")
-    return f"*{dtype}" if array in HALF + KEPT else "*fp32"
+def tensor_types(configuration: Configuration, settings: Settings) -> dict[str, str]:
+    """The types of the tensors by name, of those that there are."""
+    inputs = (*SCAN_TOKENS, *SCAN_STATES)
+    alone = [name.removesuffix("_ptr") for name in KERNELS[configuration.kernel].arg_names if name.endswith("_ptr")]
+    absent = {*SEQUENCES, "T"} if settings.small else {*SEQUENCES}  # of small states T is found where it is needed
+    names = {*inputs, *(f"d{name}" for name in inputs), *alone} - absent
+    types = {name: f"*{configuration.dtype}" if name in HALF + KEPT else "*fp32" for name in names}
+    return types | {name: "*i64" for name in SEQUENCES if configuration.padded}
+
+
+def leaves(given: Iterable) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Arguments with their places, and those in tuples of tensors with two numbers."""
+    for place, argument in enumerate(given):
+        if isinstance(argument, tuple) and not isinstance(argument, Settings):
+            yield from (((place, field), kind) for field, kind in enumerate(argument))
+        else:
+            yield (place,), argument
+
+
+def signature(argument) -> str | tuple:
+    """The type of an argument; what is known when compiling, as None for a tensor that is not there, has no other."""
+    if isinstance(argument, tuple) and not isinstance(argument, Settings):
+        return type(argument)(*map(signature, argument))
+    return argument if isinstance(argument, str) else "constexpr"
 
 
 def resources(compiled, target: GPUTarget) -> dict[str, int]:

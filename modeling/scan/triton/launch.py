@@ -1,18 +1,20 @@
-"""Which kernels of `scan_triton_kernels` run, with which settings, and their launches; the first imports Triton."""
+"""Which of the `kernels` run, with which settings, and their launches; the first imports Triton."""
 
 import os
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from ..definition import ScanInputs, ScanState
+from ..operator_arguments import SCAN_STATES
+from ..sequences import TokenOrder
 
 # Of n and channels; the tiles of a chunk of larger ones do not fit a multiprocessor of a GPU.
 LARGEST = 128
 LARGEST_FUSED = 32
 WIDEST_BLOCK = 64
 NARROW_BLOCK = 32
-
-INPUTS = ("u", "B", "C", "log_decay", "write", "carry", "k", "reflection", "D", "h0", "B0", "u0")
 
 
 class Settings(NamedTuple):
@@ -89,37 +91,47 @@ def blocks(pairs: int, settings: Settings, device: torch.device) -> tuple[int, i
     return width, -(-settings.channels // width)
 
 
-def constants(kernel: str, settings: Settings, tensors: dict[str, torch.Tensor | None], **more) -> dict:
-    """Compile-time arguments of a kernel."""
-    from .chunk import tl
-    from .kernels import KERNELS
+def kernel_settings(settings: Settings, block: int | None = None) -> Settings:
+    """As a kernel sees them: P is the block of channels of a program, and the interpreter has no bfloat16."""
+    return settings._replace(P=block or settings.P, DOT="fp32" if interpreted() else settings.DOT)
 
-    every = settings._asdict() | {
-        "HAS_CARRY": tensors.get("carry") is not None,
-        "HAS_REFLECTION": tensors.get("k") is not None,
-        "HAS_D": tensors.get("D") is not None,
-        **more,
+
+def arguments(function, tensors: dict[str, Any], **others) -> dict[str, Any]:
+    """
+    The arguments of a kernel by name, with None for tensors that are absent: those of a scan in the tuples that torch
+    code has them in, and each of the rest as a pointer with its name and `_ptr`.
+    """
+    given = {
+        "inputs": ScanInputs(*(tensors.get(name) for name in ScanInputs._fields)),
+        "initial": ScanState(*(tensors.get(name) for name in SCAN_STATES)),
+        "sequences": TokenOrder(*(tensors.get(name) for name in TokenOrder._fields)),
+        "gradients": ScanInputs(*(tensors.get(f"d{name}") for name in ScanInputs._fields)),
+        "initial_gradients": ScanState(*(tensors.get(f"d{name}") for name in SCAN_STATES)),
     }
-    every["DOT"] = tl.bfloat16 if every["DOT"] == "bf16" and not interpreted() else tl.float32
-    names = KERNELS[kernel].arg_names
-    return {name: value for name, value in every.items() if name in names}
+    given |= {f"{name}_ptr": x for name, x in tensors.items()} | others
+    return {name: given.get(name) for name in function.arg_names}
 
 
-def launch(kernel: str, grid: tuple[int, ...], settings: Settings, tensors: dict[str, torch.Tensor | None], **more):
-    """Runs a kernel over tensors, whose names are those of its pointers without `_ptr`."""
+def launch(
+    kernel: str,
+    grid: tuple[int, ...],
+    settings: Settings,
+    tensors: dict[str, torch.Tensor | None],
+    block: int | None = None,
+) -> None:
+    """Runs a kernel, with so many channels a program if not all of them."""
     from .kernels import KERNELS
 
     function, device = KERNELS[kernel], tensors["u"].device
     length, heads = tensors["u"].shape[1:3]
     given = widened(tensors) if interpreted() else tensors
-    pointers = {name: given.get(name.removesuffix("_ptr")) for name in function.arg_names if name.endswith("_ptr")}
-    sizes = {name: size for name, size in (("length", length), ("heads", heads)) if name in function.arg_names}
+    every = arguments(function, given, length=length, heads=heads, settings=kernel_settings(settings, block))
     # Some architectures have been seen to corrupt results of pipelined loops with more than one stage.
     options = {"num_warps": warps(kernel, settings), "num_stages": 1}
     if not interpreted():
         options["enable_fp_fusion"] = True
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        function[grid](**pointers, **sizes, **constants(kernel, settings, tensors, **more), **options)
+        function[grid](**every, **options)
     for name, x in given.items():
         if x is not tensors[name]:
             tensors[name].copy_(x)
@@ -136,12 +148,13 @@ def forward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> None
     pairs, device = pair_count(tensors), tensors["u"].device
     width, count = blocks(pairs, settings, device)
     if is_step(tensors):
-        launch("step_kernel", (pairs, count), settings, tensors, P=width)
+        launch("step_kernel", (pairs, count), settings, tensors, width)
         return
-    solved = tensors["k"] is not None and not fused(pairs, settings, device)
-    if solved:
+    if tensors["k"] is None or fused(pairs, settings, device):
+        tensors = tensors | {"T": None}
+    else:
         tensors = with_inverse(settings, tensors)
-    launch("forward_kernel", (pairs, count), settings, tensors, P=width, SOLVED=solved)
+    launch("forward_kernel", (pairs, count), settings, tensors, width)
 
 
 def backward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> None:
@@ -158,7 +171,7 @@ def backward(settings: Settings, tensors: dict[str, torch.Tensor | None]) -> Non
     dv = u.new_empty(*dG.shape[:2], settings.channels, dtype=torch.float32)
     tensors = with_slot_rows(settings, tensors | {"dG": dG, "dv": dv})
     width, count = blocks(pairs, settings, device)
-    launch("backward_state_kernel", (pairs, count), settings, tensors, P=width)
+    launch("backward_state_kernel", (pairs, count), settings, tensors, width)
     launch("backward_chunk_kernel", tuple(dG.shape[:2]), settings, tensors)
 
 

@@ -226,26 +226,19 @@ def rounded_products(monkeypatch):
     Matrix products with the operands rounded to bfloat16, to the nearest, as they are on a GPU. The interpreter cannot:
     it truncates, and multiplies the bits. The products of the solve, which are exact ones, are left alone.
     """
-    from mamba3_nplr.modeling.scan.triton import backward as triton_backward
-    from mamba3_nplr.modeling.scan.triton import chunk as triton_chunk
-    from mamba3_nplr.modeling.scan.triton import forward as triton_forward
-    from mamba3_nplr.modeling.scan.triton import operator as scan_triton
+    from mamba3_nplr.modeling.scan.triton import backward, chunk, forward
 
-    plain, settings_of = triton_chunk.dot, scan_triton.settings_of
+    plain = chunk.dot
 
     def rounded(x):
         data = torch.from_numpy(x.handle.data.copy()).to(torch.bfloat16).float().numpy()
-        return tl.core.tensor(type(x.handle)(data, x.handle.dtype), x.type)
+        return chunk.tl.core.tensor(type(x.handle)(data, x.handle.dtype), x.type)
 
-    def dot(a, b, DOT, PRECISION, acc=None):
-        if getattr(PRECISION, "value", PRECISION) == "rounded":
-            a, b, PRECISION = rounded(a), rounded(b), "ieee"
-        return plain(a, b, DOT, PRECISION, acc)
+    def dot(a, b, settings, acc=None):
+        return plain(rounded(a), rounded(b), settings, acc)
 
-    tl = triton_chunk.tl
-    for module in (triton_chunk, triton_backward, triton_forward):
+    for module in (chunk, backward, forward):
         monkeypatch.setattr(module, "dot", dot)
-    monkeypatch.setattr(scan_triton, "settings_of", lambda u, B: settings_of(u, B)._replace(PRECISION="rounded"))
 
 
 def bfloat16_results(function, inputs, state):
