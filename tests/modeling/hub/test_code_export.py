@@ -20,7 +20,6 @@ from mamba3_nplr.modeling.hub.code_export import source_files
 FAMILIES = [family.files for family in families.FAMILIES]
 EVERYWHERE = {"hub", "mixers", "modeling", "pipelines", "scan"}
 ON_THE_SCAN = EVERYWHERE | {"scan_cpu", "scan_dispatch", "scan_triton", "scan_triton_kernels"}
-WITHOUT_THE_SCAN = ("ids4",)
 
 
 def entries(family):
@@ -31,7 +30,8 @@ def entries(family):
 def test_the_files_of_a_checkpoint(family):
     """At most twelve. A new one may be right; but see first why its modules do not fit into the others."""
     expected = {f"modeling_{family}.py", f"configuration_{family}.py"}
-    shared = EVERYWHERE if family in WITHOUT_THE_SCAN else ON_THE_SCAN
+    [config] = [families.load(x.config) for x in families.FAMILIES if x.files == family]
+    shared = ON_THE_SCAN if hasattr(config, "scan_backend") else EVERYWHERE
     expected |= {f"mamba3_nplr_{name}.py" for name in shared}
     assert set(source_files(*entries(family))) == expected
     assert len(expected) <= 12
