@@ -25,9 +25,9 @@ class MixerWeights(NamedTuple):
     dt_bias: torch.Tensor  # (heads,)
     A_bias: torch.Tensor | None  # (heads,)
     B_weight: torch.Tensor | None  # (state,)
-    B_bias: torch.Tensor | None  # (heads, state)
+    B_bias: torch.Tensor | None  # (heads, 1, state)
     C_weight: torch.Tensor  # (state,)
-    C_bias: torch.Tensor  # (heads, state)
+    C_bias: torch.Tensor  # (heads, 1, state)
     D: torch.Tensor  # (heads,)
     norm_weight: torch.Tensor | None  # (heads * channels,)
 

@@ -1,6 +1,6 @@
 r"""
-The recurrence that every model of this package runs, written as its equations. All other implementations are tested
-against this one.
+The recurrence that every model of this package but IDS4 runs, written as its equations. All other implementations are
+tested against this one.
 
     h_t = d_t (h_{t-1} + c_t B_{t-1} u_{t-1}') - r_t k_t (k_t' h_{t-1}) + w_t B_t u_t'
     y_t = C_t' h_t + D u_t

@@ -42,8 +42,7 @@ def in_rows(run: RunRows) -> Run:
 class Backend(NamedTuple):
     """
     An implementation of the scan: `run(inputs, initial, sequences, chunk_size)` returns y and the last h of each
-    sequence, as `scan_definition` does for rows. u, B, C and k reach it as they are in the dtypes of `half`, and else
-    in float32, as all other coefficients and the states do, or in float64.
+    sequence, as `scan_definition` does for rows.
     """
 
     run: Run
@@ -51,25 +50,25 @@ class Backend(NamedTuple):
     rank: int = 0
     # Why it cannot run on a device, or None if it can.
     unavailable: Callable[[torch.device], str | None] = lambda device: None
+    # u, B, C and k of these dtypes reach it as they are; else all coefficients and states are float32, or float64.
     half: tuple[torch.dtype, ...] = ()
-    # The chunkwise scan runs inputs that do not fit.
+    # Whether it can run these inputs; those that it cannot fall back to the chunkwise scan.
     fits: Callable[[ScanInputs], bool] = lambda inputs: True
-    # Whether it runs by operators of torch alone. The chunkwise scan takes the place of others where torch.func or
-    # forward-mode differentiation is at work, which compiled code has no rules for.
-    by_torch: bool = True
+    # Whether it runs by operators of torch alone, for which torch has all rules of torch.func and of forward-mode
+    # differentiation. Where those are at work, others fall back to the chunkwise scan.
+    by_torch: bool = False
 
 
 BACKENDS: dict[str, Backend] = {
-    "reference": Backend(in_rows(scan_definition)),
-    "chunkwise": Backend(in_rows(scan_chunkwise), rank=1),
-    "cpu": Backend(scan_cpu, rank=3, unavailable=cpu_unavailable, half=(torch.bfloat16,), by_torch=False),
+    "reference": Backend(in_rows(scan_definition), by_torch=True),
+    "chunkwise": Backend(in_rows(scan_chunkwise), rank=1, by_torch=True),
+    "cpu": Backend(scan_cpu, rank=3, unavailable=cpu_unavailable, half=(torch.bfloat16,)),
     "triton": Backend(
         scan_triton,
         rank=2,
         unavailable=triton_unavailable,
         half=(torch.bfloat16, torch.float16),
         fits=triton_fits,
-        by_torch=False,
     ),
 }
 
@@ -142,7 +141,7 @@ def scan(
         mask (batch, length): True at tokens. A padded position, wherever it stands, changes nothing and reads as 0.
         cu_seqlens (sequences + 1,): Bounds of sequences packed into a batch of one; the states then have one row for
             each sequence. A sequence may be empty.
-        chunk_size: Steps computed together by backends that work in chunks. It changes no result.
+        chunk_size: Steps that the chunkwise scan computes together. It changes nothing but the rounding.
         backend: A name in `BACKENDS`, or `"auto"`.
 
     Returns:

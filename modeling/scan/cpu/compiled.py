@@ -34,7 +34,7 @@ def unavailable(device: torch.device) -> str | None:
 @torch.compiler.assume_constant_result
 def build_error() -> str | None:
     """
-    Why the library for float32 cannot be had, or None; builds it if need be. Those for other dtypes are built when they
+    Why there is no library for float32, or None; builds it if need be. Those for other dtypes are built when they
     are needed. A graph takes the answer without tracing it.
     """
     return try_library()
@@ -47,7 +47,7 @@ def try_library() -> str | None:
         return None
     except (subprocess.CalledProcessError, OSError, RuntimeError) as error:
         reason = explain(error)
-    logger.warning(f"The compiled scan is not to be had, and the slower chunkwise scan takes its place: {reason}.")
+    logger.warning(f"The compiled scan is not available; models fall back to the slower chunkwise scan: {reason}.")
     return reason
 
 
@@ -93,18 +93,18 @@ class CompiledFunction:
             except (subprocess.CalledProcessError, OSError) as error:
                 advice = "scan_backend='chunkwise' needs no compiler"
                 raise RuntimeError(
-                    f"The compiled scan for {dtype} cannot be had: {explain(error)}; {advice}."
+                    f"The compiled scan for {dtype} is not available: {explain(error)}; {advice}."
                 ) from error
             self.functions[dtype].errcheck = self.check_result
         return self.functions[dtype]
 
     def check_result(self, failed: int, function, arguments: tuple) -> None:
-        """Of every call. The library returns 0, or 1 where there was not memory enough."""
+        """Of every call. The library returns 0, or 1 where there was not enough memory."""
         if failed:
             given = arguments[0]._obj
             sizes = {"rows": given.rows, "heads": given.heads, "state": given.state, "channels": given.channels}
             shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            raise MemoryError(f"{self.name} had not memory enough to work with {shown} on {given.threads} threads.")
+            raise MemoryError(f"{self.name} ran out of memory for {shown} on {given.threads} threads.")
 
     def __call__(
         self,

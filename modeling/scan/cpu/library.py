@@ -74,7 +74,7 @@ def compiler_or_error() -> list[str]:
         raise OSError("Windows compilers are not supported")
     chosen, found = os.environ.get("CXX"), compiler()
     if chosen and chosen != found:
-        logger.warning(f"CXX={chosen!r} names no program that is there; {found or 'nothing'} takes its place.")
+        logger.warning(f"CXX={chosen!r} names no program; {found or 'nothing'} is used instead.")
     if found is None:
         raise OSError(f"no C++ compiler was found ({', '.join(COMPILERS)}, or the one that CXX names)")
     return words_of(found)
@@ -99,7 +99,7 @@ def cache_folder() -> Path:
 @cache
 def load_library(name: str, source: str, definitions: tuple[str, ...] = ()) -> ctypes.CDLL:
     """
-    The compiled source; raises OSError or subprocess.CalledProcessError if it cannot be had. `definitions` are flags
+    The compiled source; raises OSError or subprocess.CalledProcessError if it is not available. `definitions` are flags
     for the compiler, such as -DNAME=VALUE.
     """
     folder, stem = cache_folder(), f"{name}-{library_key(source, definitions)}"

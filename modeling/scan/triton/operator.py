@@ -1,4 +1,4 @@
-"""The scan on a GPU, in Triton, as an operator of torch with its gradient. The kernels are in `scan_triton_kernels`."""
+"""The scan on a GPU, in Triton, as an operator of torch with its gradient. `kernels` says which kernels there are."""
 
 import importlib.util
 import os
@@ -57,7 +57,7 @@ def self_check(device: torch.device) -> str | None:
     reason = disagreement(scan_triton, device, ((1, 16), (processors(device), 16), (1, 64)))
     if reason is not None:
         logger.warning(
-            f"The Triton scan cannot be trusted on {device} and the slower chunkwise scan takes its place: {reason}. "
+            f"The Triton scan cannot be trusted on {device} and falls back to the slower chunkwise scan: {reason}. "
             "MAMBA3_NPLR_SELF_CHECK=0 turns this check off."
         )
     return reason

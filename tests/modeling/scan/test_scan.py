@@ -111,7 +111,7 @@ def test_pieces_continue_each_other(form, pieces):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_anywhere_changes_nothing_exactly(backend):
-    """To the last bit: every backend sees the tokens alone, in the same calls (see sequence_rows)."""
+    """To the last bit: every backend sees the tokens alone, in the same calls (see SequenceRows)."""
     alone = scan_inputs(batch=1, length=13)
     state = scan_state(alone)
     y, final = run(alone, state, backend, chunk_size=4)

@@ -171,7 +171,7 @@ def test_a_place_that_others_may_write_into_is_refused_and_said(folder, monkeypa
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     reason = cpu_operator.try_library.__wrapped__()
     assert f"{folder} may be written by others (mode 777)" in reason and "MAMBA3_NPLR_CACHE names another" in reason
-    assert "the slower chunkwise scan takes its place" in caplog.text and reason in caplog.text
+    assert "fall back to the slower chunkwise scan" in caplog.text and reason in caplog.text
     folder.chmod(0o755)
     assert answer() == 42
     folder.parent.chmod(0o777)  # there the folder could be replaced by another
@@ -240,7 +240,7 @@ def test_cxx_may_hold_options(folder, monkeypatch, said):
 def test_a_compiler_that_is_not_there_is_named_and_another_taken(missing, folder, monkeypatch, said):
     monkeypatch.setenv("CXX", missing)
     assert answer() == 42
-    assert said() == [f"CXX={missing!r} names no program that is there; c++ takes its place."]
+    assert said() == [f"CXX={missing!r} names no program; c++ is used instead."]
 
 
 def test_what_a_wrapper_adds_makes_a_library_of_its_own(folder, monkeypatch, tmp_path):

@@ -190,7 +190,7 @@ def test_without_a_compiler_the_chunkwise_scan_takes_over_with_one_warning(tmp_p
     command = [sys.executable, "-c", WITHOUT_A_COMPILER]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("the slower chunkwise scan takes its place: no C++ compiler was found") == 1
+    assert done.stderr.count("fall back to the slower chunkwise scan: no C++ compiler was found") == 1
 
 
 FIRST_USE = """
@@ -231,7 +231,7 @@ def test_a_library_that_cannot_be_built_later_is_an_error_with_advice(monkeypatc
 
     monkeypatch.setattr(cpu_operator, "library", refuse)
     function = cpu_operator.CompiledFunction("scan_forward", {})
-    with pytest.raises(RuntimeError, match="torch.float64 cannot be had: the disk is full; scan_backend='chunkwise'"):
+    with pytest.raises(RuntimeError, match="float64 is not available: the disk is full; scan_backend='chunkwise'"):
         function.function(torch.float64)
 
 
@@ -331,7 +331,7 @@ def test_memory_that_cannot_be_had_is_an_error_after_which_all_goes_on():
     command = [sys.executable, "-c", WITHOUT_MEMORY]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    sizes = "had not memory enough to work with rows=1, heads=2, state=1024, channels=1024"
+    sizes = "ran out of memory for rows=1, heads=2, state=1024, channels=1024"
     assert done.stdout.splitlines() == [f"scan_backward {sizes} on {threads} threads." for threads in (1, 2)]
 
 
