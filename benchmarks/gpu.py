@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from mamba3_nplr.modeling.scan.definition import ScanInputs
+from mamba3_nplr.modeling.scan.definition import VECTORS, ScanInputs
 from mamba3_nplr.modeling.scan.dispatch import scan
+from mamba3_nplr.modeling.scan.random_inputs import random_inputs
 from mamba3_nplr.modeling.scan.triton.operator import unavailable
 from record import add_out, heading, write_results
 
@@ -71,8 +71,8 @@ def official_mamba3(inputs: ScanInputs) -> torch.Tensor:
 
 
 VARIANTS = {
-    "reflection, chunkwise": Variant("reflection", ours("chunkwise")),
-    "reflection, triton": Variant("reflection", ours("triton")),
+    "reflection, chunkwise": Variant("contractive", ours("chunkwise")),
+    "reflection, triton": Variant("contractive", ours("triton")),
     "Gated DeltaNet, triton": Variant("delta", ours("triton")),
     "Gated DeltaNet, fla": Variant("delta", gated_deltanet, "fla"),
     "Mamba-3, triton": Variant("rank0", ours("triton")),
@@ -81,25 +81,12 @@ VARIANTS = {
 
 
 def make_inputs(shape, form: str, dtype: torch.dtype) -> ScanInputs:
-    """Random coefficients; gates are float32 as in the models."""
-    batch, length, heads, n, channels = shape
-    step = (batch, length, heads)
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(size):
-        return torch.randn(*step, size, device="cuda", generator=generator)
-
-    def uniform():
-        return torch.rand(step, device="cuda", generator=generator)
-
-    k = F.normalize(normal(n), dim=-1).to(dtype)
-    log_decay, beta, dt, trapezoid = -0.1 * uniform(), 2 * uniform(), 0.05 + 0.1 * uniform(), 0.1 + 0.8 * uniform()
-    B = k if form == "delta" else normal(n).to(dtype)
-    inputs = ScanInputs(normal(channels).to(dtype), B, normal(n).to(dtype), log_decay, trapezoid * dt)
-    if form == "delta":
-        return inputs._replace(write=beta, k=k, reflection=beta * log_decay.exp())
-    inputs = inputs._replace(carry=(1 - trapezoid) * dt)
-    return inputs if form == "rank0" else inputs._replace(k=k, reflection=beta * log_decay.exp())
+    """Random coefficients without a skip connection; gates are float32 as in the models, and their step sizes not 0."""
+    inputs = random_inputs(*shape, form, torch.float32, torch.Generator("cuda").manual_seed(0))
+    if inputs.carry is not None:
+        inputs = inputs._replace(write=inputs.write + 0.01, carry=inputs.carry + 0.01)
+    vectors = {name: x.to(dtype) for name, x in inputs._asdict().items() if x is not None and name in VECTORS}
+    return inputs._replace(**vectors, D=None)
 
 
 def with_grad(inputs: ScanInputs) -> ScanInputs:

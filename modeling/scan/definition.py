@@ -42,6 +42,9 @@ class ScanInputs(NamedTuple):
     D: torch.Tensor | None = None
 
 
+VECTORS = ("u", "B", "C", "k")  # which backends may read in half precision; the others are gates
+
+
 class ScanState(NamedTuple):
     """What a scan hands to its continuation: the state, and the last step's input for the carry."""
 

@@ -8,7 +8,7 @@ import torch
 from .chunkwise import scan_chunkwise
 from .cpu.compiled import unavailable as cpu_unavailable
 from .cpu.operator import scan_cpu
-from .definition import ScanInputs, ScanState, scan_definition
+from .definition import VECTORS, ScanInputs, ScanState, scan_definition
 from .loop import length_is_open, scan_loop
 from .operator_arguments import SCAN_TOKENS, check_shape
 from .sequences import TokenOrder, token_order
@@ -169,8 +169,8 @@ def prepare_inputs(inputs: ScanInputs, half: tuple[torch.dtype, ...]) -> ScanInp
     dtype = torch.float32
     for x in inputs:
         dtype = dtype if x is None else torch.promote_types(dtype, x.dtype)
-    vectors = {x.dtype for x in (inputs.u, inputs.B, inputs.C, inputs.k) if x is not None}
-    stay = ("u", "B", "C", "k") if dtype == torch.float32 and len(vectors) == 1 and vectors.issubset(half) else ()
+    vectors = {x.dtype for name, x in inputs._asdict().items() if x is not None and name in VECTORS}
+    stay = VECTORS if dtype == torch.float32 and len(vectors) == 1 and vectors.issubset(half) else ()
     return ScanInputs(
         *(x if x is None or name in stay else x.to(dtype) for name, x in zip(ScanInputs._fields, inputs, strict=True))
     )

@@ -15,7 +15,7 @@ from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers import mamba3_cpu as mixer_cpu
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.scan.cpu import operator as scan_cpu
-from mamba3_nplr.modeling.scan.definition import ScanInputs, ScanState, scan_definition
+from mamba3_nplr.modeling.scan.definition import VECTORS, ScanInputs, ScanState, scan_definition
 from mamba3_nplr.modeling.scan.dispatch import scan
 from mamba3_nplr.modeling.scan.sequences import token_order
 
@@ -80,10 +80,7 @@ def scan_arguments(draw: random.Random, dtypes=tuple(TOLERANCES)) -> tuple[dict,
     state = scan_state(inputs, row_count(batch, sequences))
     inside = torch.promote_types(dtype, torch.float32)
     given = inputs._asdict() | dict(zip(("h0", "B0", "u0"), state, strict=True))
-    given = {
-        name: None if x is None else x.to(dtype if name in ("u", "B", "C", "k") else inside)
-        for name, x in given.items()
-    }
+    given = {name: None if x is None else x.to(dtype if name in VECTORS else inside) for name, x in given.items()}
     return given, sequences, dtype
 
 

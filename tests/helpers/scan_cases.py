@@ -1,46 +1,20 @@
-"""Random coefficients for the scan, runs of it with gradients, and the measure of agreement."""
+"""Small random coefficients for the scan, runs of it with gradients, and the measure of agreement."""
 
 import torch
-import torch.nn.functional as F
 
 from mamba3_nplr.modeling.scan.definition import ScanInputs, ScanState
 from mamba3_nplr.modeling.scan.dispatch import scan
+from mamba3_nplr.modeling.scan.random_inputs import random_inputs, random_state
 
 FORMS = ("additive", "contractive", "rank0", "delta")
 
 
 def scan_inputs(batch=2, length=11, heads=3, n=6, channels=4, form="contractive", dtype=torch.float64) -> ScanInputs:
-    """Coefficients as the mixer makes them; `form` is "additive", "contractive", "rank0", "delta" or "pure_decay"."""
-
-    def normal(*shape):
-        return torch.randn(*shape, dtype=torch.float64)
-
-    def uniform(*shape):
-        return torch.rand(*shape, dtype=torch.float64)
-
-    step = (batch, length, heads)
-    k = F.normalize(normal(*step, n), dim=-1)
-    beta, log_decay, trapezoid, dt = 2 * uniform(*step), -0.3 * uniform(*step), uniform(*step), uniform(*step)
-    reflection = beta * log_decay.exp() if form in ("contractive", "delta") else beta
-    inputs = ScanInputs(
-        u=normal(*step, channels),
-        B=k if form == "delta" else normal(*step, n),
-        C=normal(*step, n),
-        log_decay=log_decay,
-        write=beta if form == "delta" else trapezoid * dt,
-        carry=None if form == "delta" else (1 - trapezoid) * dt,
-        k=None if form == "rank0" else k,
-        reflection=None if form == "rank0" else reflection,
-        D=normal(heads),
-    )
-    return ScanInputs(*(None if x is None else x.to(dtype) for x in inputs))
+    return random_inputs(batch, length, heads, n, channels, form, dtype)
 
 
 def scan_state(inputs: ScanInputs, rows: int | None = None) -> ScanState:
-    rows = inputs.u.shape[0] if rows is None else rows
-    heads, channels, n = inputs.u.shape[2], inputs.u.shape[3], inputs.B.shape[3]
-    shapes = (rows, heads, n, channels), (rows, heads, n), (rows, heads, channels)
-    return ScanState(*(torch.randn(shape, dtype=torch.float64).to(inputs.u.dtype) for shape in shapes))
+    return random_state(inputs, rows)
 
 
 def hard_inputs(length: int) -> ScanInputs:

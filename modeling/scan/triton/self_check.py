@@ -3,15 +3,14 @@
 import itertools
 
 import torch
-import torch.nn.functional as F
 
 from ..chunkwise import scan_chunkwise
-from ..definition import ScanInputs, ScanState
+from ..definition import VECTORS, ScanInputs, ScanState
+from ..random_inputs import random_inputs, random_state
 from ..sequences import TokenOrder
 
 # Of the RMS. Float32 kernels are within 1e-5, bfloat16 ones within 3e-2; what is broken is beyond 1e-1.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
-VECTORS = ("u", "B", "C", "k")
 
 
 def disagreement(run, device: torch.device, shapes) -> str | None:
@@ -38,18 +37,8 @@ def chunkwise(inputs: ScanInputs, initial: ScanState, sequences: TokenOrder, chu
 def random_case(rows: int, n: int, length: int = 37) -> list[torch.Tensor]:
     """Inputs and an initial state, the same every time, with odd sizes; the generator of the program is left alone."""
     generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(rows, *shape, generator=generator)
-
-    def uniform(*shape):
-        return torch.rand(rows, *shape, generator=generator)
-
-    k = F.normalize(normal(length, 1, n), dim=-1)
-    vectors = [normal(length, 1, n), normal(length, 1, n), normal(length, 1, n)]
-    gates = [-0.3 * uniform(length, 1), uniform(length, 1), uniform(length, 1)]
-    D = torch.randn(1, generator=generator)
-    return [*vectors, *gates, k, 2 * uniform(length, 1), D, normal(1, n, n), normal(1, n), normal(1, n)]
+    inputs = random_inputs(rows, length, 1, n, n, "additive", torch.float32, generator)
+    return [*inputs, *random_state(inputs, generator=generator)]
 
 
 def outputs_and_gradients(

@@ -17,7 +17,7 @@ from mamba3_nplr.modeling.scan.cpu import compiled as cpu_operator
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
 from mamba3_nplr.modeling.scan.cpu.compiled import SOURCE, library, unavailable
 from mamba3_nplr.modeling.scan.cpu.operator import SEGMENT, scan_cpu, scan_operator
-from mamba3_nplr.modeling.scan.definition import ScanInputs
+from mamba3_nplr.modeling.scan.definition import VECTORS, ScanInputs
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
@@ -67,7 +67,7 @@ def test_bfloat16_is_read_and_rounded_but_computed_in_float32(form):
     """To the last bit: it is the same arithmetic of our own, between other reads and writes."""
     inputs = scan_inputs(length=37, heads=3, n=16, channels=5, form=form, dtype=torch.float32)
     state = scan_state(inputs)
-    half = {name: getattr(inputs, name) for name in ("u", "B", "C", "k") if getattr(inputs, name) is not None}
+    half = {name: getattr(inputs, name) for name in VECTORS if getattr(inputs, name) is not None}
     half = {name: x.bfloat16() for name, x in half.items()}
     expected = run_operator(inputs._replace(**{name: x.float() for name, x in half.items()}), state)
     found = run_operator(inputs._replace(**half), state)
