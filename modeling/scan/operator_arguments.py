@@ -43,6 +43,10 @@ SEQUENCES = {
     "order": Argument("batch*length", "int64", optional=True),
 }
 SCAN_GIVEN = SCAN_TOKENS | SCAN_STATES | SEQUENCES
+SCAN_GRADIENTS = {
+    "grad_y": Argument("batch length heads channels", "element"),
+    "grad_h": Argument("rows heads state channels"),
+}
 
 
 class OperatorArguments:

@@ -4,7 +4,15 @@ import torch
 
 from ..definition import ScanInputs, ScanState
 from ..differentiable_operator import DifferentiableOperator
-from ..operator_arguments import SCAN_GIVEN, SCAN_STATES, SCAN_TOKENS, Argument, OperatorArguments, check_scan
+from ..operator_arguments import (
+    SCAN_GIVEN,
+    SCAN_GRADIENTS,
+    SCAN_STATES,
+    SCAN_TOKENS,
+    Argument,
+    OperatorArguments,
+    check_scan,
+)
 from ..sequences import TokenOrder
 from .compiled import ELEMENTS, INTEGER, TENSOR, CompiledFunction
 
@@ -30,13 +38,8 @@ class CompiledScan(DifferentiableOperator):
 
     name = "scan_cpu"
     given = SCAN_GIVEN
-    for_gradient = {
-        "grad_y": Argument("batch length heads channels", "element"),
-        "grad_h": Argument("rows heads state channels"),
-        "kept": Argument("slots heads state channels"),
-    }
+    for_gradient = SCAN_GRADIENTS | {"kept": Argument("slots heads state channels")}
     device_types = "cpu"
-
     scan_forward = CompiledFunction("scan_forward", scan_fields())
     scan_backward = CompiledFunction("scan_backward", scan_fields())
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from ..definition import ScanInputs, ScanState
 from ..differentiable_operator import DifferentiableOperator, Tensors
-from ..operator_arguments import SCAN_GIVEN, Argument, check_scan
+from ..operator_arguments import SCAN_GIVEN, SCAN_GRADIENTS, Argument, check_scan
 from ..sequences import TokenOrder
 from .launch import (
     LARGEST,
@@ -72,9 +72,7 @@ class TritonScan(DifferentiableOperator):
 
     name = "scan_triton"
     given = SCAN_GIVEN
-    for_gradient = {
-        "grad_y": Argument("batch length heads channels", "element"),
-        "grad_h": Argument("rows heads state channels"),
+    for_gradient = SCAN_GRADIENTS | {
         "kept": Argument("slots heads state channels", "kept"),
         "T": Argument("solved heads chunk chunk", "float32"),
     }
