@@ -18,7 +18,8 @@ is absent, so that `inputs.k is not None` is known when compiling; `settings` ar
 kind must not be given to the same function: compiled code is found by the types in a tuple, whatever their names.
 
 Tiles stay in the dtype they were loaded in until `.to(tl.float32)`: the interpreter is wrong about bfloat16 arithmetic.
-Positions past the end of a sequence load zeros, which are the identity step.
+Positions past the end of a sequence load zeros, which are the identity step. Compilers need other numbers of registers
+for the same operations in another order, even those of indices: `make kernels` shows what a change has done to spills.
 """
 
 from typing import NamedTuple
@@ -107,6 +108,7 @@ def exact_dot(a, b, settings: tl.constexpr, acc=None):
 
 @triton.jit
 def zero_tile(HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """A function, because Triton 3.7 takes arguments in a list of sizes, but not what is in a tuple of constants."""
     return tl.zeros([HEIGHT, WIDTH], tl.float32)
 
 
@@ -160,7 +162,7 @@ def slot_sequence(sequences, rows_ptr, slot, head, length, heads, settings: tl.c
 
 @triton.jit
 def chunk_place(sequence, chunk, settings: tl.constexpr, block=None, index=None):
-    """The place of a chunk of a sequence, with all channels if no block is given."""
+    """The place of a chunk of a sequence, with all channels if no block is given; `index` saves finding it."""
     if index is None:
         index = (sequence.slot + chunk) * sequence.heads + sequence.head
     return Place(
