@@ -111,7 +111,7 @@ class Task(ABC):
     @abstractmethod
     def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
         """
-        Figures of merit of a model's predictions for `rows`, of which the input column may be left out; the labels
+        Figures of merit of a model's predictions for `rows`, of which the input column may be missing; the labels
         themselves are predictions without a fault.
         """
 

@@ -17,7 +17,7 @@ def pad_sequences(rows: list[dict]) -> dict[str, torch.Tensor]:
     Args:
         rows: Each with `input_ids` (length,), `observations` (length, observation_size) or `inputs_embeds` (length,
             hidden_size), and perhaps `labels`, for the whole sequence or for every position; lists, arrays or tensors.
-            What a dataset has beside the arguments of the models is left out.
+            Columns that are not arguments of the models are dropped.
 
     Where lengths differ, the ends are padded: `attention_mask` is then 0 there and labels are -100, which do not count.
     Observations and embeddings, and what has a fraction in any row, come in torch's default floating dtype; other
@@ -43,7 +43,7 @@ def check_rows(rows: list[dict]) -> None:
         if not any(name in row for name in INPUTS):
             raise ValueError(
                 f"Row {number} has the keys {', '.join(map(str, row)) or 'none'}; it needs one of {', '.join(INPUTS)}, "
-                "and may have labels. Trainer itself leaves out keys that are no arguments of the model."
+                "and may have labels. Trainer itself drops keys that are not arguments of the model."
             )
         if row.keys() != rows[0].keys():
             raise ValueError(f"Row {number} has the keys {', '.join(row)}; row 0 has {', '.join(rows[0])}.")

@@ -43,7 +43,7 @@ class ControlLoopMixin:
 
     @torch.no_grad()
     def set_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Goes on from what `get_state` returned, also in a copy of this policy or on another device."""
+        """Continues from what `get_state` returned, also in a copy of this policy or on another device."""
         if not isinstance(state, dict):
             raise ValueError(
                 f"state is a {type(state).__name__}; it must be a dict of tensors, as get_state() returns."

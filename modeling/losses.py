@@ -40,7 +40,7 @@ def classification_loss(
     counted = labels != IGNORED
     if valid is not None:
         counted = counted & valid[..., None]
-    # Left out before and not after: what is not a number there would reach the gradient.
+    # Masked before and not after: what is not a number there would reach the gradient.
     labels = labels.masked_fill(~counted, 0.0)
     if problem_type == "regression":
         each = F.mse_loss(logits, labels, reduction="none")
@@ -63,7 +63,7 @@ def behavior_cloning_loss(
 
     Args:
         actions, labels (batch, time, action_size): Predicted and demonstrated actions; a label of -100 is ignored.
-        cue (batch, time): Above one half while the cue is on; None if there is no cue, and all frames weigh alike.
+        cue (batch, time): Above one half while the cue is on; None if there is no cue, and all frames count equally.
         valid (batch, time): Where it is false the frame does not count.
         episode (batch, time): Number of the episode each frame belongs to. If given, each episode's loss is divided by
             its own number of frames, and the result is their mean.
@@ -72,7 +72,7 @@ def behavior_cloning_loss(
     counted = labels != IGNORED
     if valid is not None:
         counted = counted & valid[..., None]
-    # Left out before and not after: what is not a number there would reach the gradient.
+    # Masked before and not after: what is not a number there would reach the gradient.
     each = (actions - labels.masked_fill(~counted, 0.0)).square()
     if cue is not None:
         each = torch.where(cue > 0.5, cue_weight, 1.0).to(actions.dtype)[..., None] * each

@@ -37,7 +37,7 @@ def find_sequences(
     """
     Args:
         attention_mask (batch, at least length): As in transformers, 0 at padding. With a cache it may also cover the
-            tokens before these, which are then left out.
+            tokens before these, which are then ignored.
         position_ids (batch or 1, length): Only read for packing: in a batch of one, each 0 starts a sequence.
         cu_seqlens (sequences + 1,): Bounds of packed sequences.
 

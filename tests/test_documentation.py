@@ -105,6 +105,18 @@ def test_files_and_modules_that_a_page_names_exist(page):
         assert pkgutil.resolve_name(name), name
 
 
+def test_the_page_of_the_architecture_has_every_file():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listed = set()
+    for folder, section in re.findall(r"^### `([\w/]+)/`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL):
+        cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
+        listed |= {f"{folder}/{name}" for name in re.findall(r"`([\w.]+)`", cells)}
+    files = {
+        path for folder in FOLDERS[1:] for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")
+    }
+    assert listed == {str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"}
+
+
 def test_commands_that_sources_name_exist():
     folders = [ROOT / folder for folder in (*FOLDERS, "benchmarks", "results", "tests")]
     sources = [path for folder in folders for path in folder.rglob("*.py")]
