@@ -110,12 +110,13 @@ def test_padded_and_packed_sequences(option):
 def test_float32_to_length_2048_is_as_exact_as_the_definition(option):
     """
     The RMS of the deviation is below 1e-5 of that of the result. Its largest entry is not, in float32, for the
-    definition itself: it is at up to 3e-5 where a gradient is many times its RMS.
+    definition itself: it is at up to 3e-5 where a gradient is many times its RMS. Four sequences, since the largest
+    rounding of a few numbers says little: of one, it came to over twice the definition's on one of several processors.
     """
     mixer = Mamba3NPLRModel(Mamba3NPLRConfig(hidden_size=32, expand=1, **OPTIONS[option])).layers[0].mixer
-    x = torch.randn(1, 2048, 32)
+    x = torch.randn(4, 2048, 32)
     projected = [mixer.in_proj(x), *((mixer.k_proj(x), mixer.beta_proj(x)) if mixer.config.reflection_rank else ())]
-    state = random_state(mixer, 1, torch.float32)
+    state = random_state(mixer, 4, torch.float32)
     found, definition = (mix_with_gradients(mixer, projected, state, backend) for backend in ("cpu", "reference"))
     projected, state = ([part.double() for part in group] for group in (projected, state))
     expected = mix_with_gradients(mixer.double(), projected, state, "reference")
