@@ -75,9 +75,8 @@ FORKING_HOLDER = """
 import os, sys, time
 from mamba3_nplr.modeling.hub.folder_lock import folder_lock
 with folder_lock(sys.argv[1]):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # by the child: on a busy machine it may start long after its parent goes on
     time.sleep(600)
 """
 
