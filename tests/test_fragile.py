@@ -54,18 +54,15 @@ RELIED_ON = {
     "transformers.utils.PushToHubMixin": {
         "_upload_modified_files": "writes a checkpoint's code before save_pretrained(push_to_hub=True) uploads it",
     },
-    "transformers.utils.hub.cached_files": {
-        "_raise_exceptions_for_connection_errors": "looks for a file that may not be there",
-        "_raise_exceptions_for_missing_entries": "looks for a file that may not be there",
-    },
+    "transformers.utils.hub.cached_files": dict.fromkeys(
+        ("_raise_exceptions_for_connection_errors", "_raise_exceptions_for_missing_entries"),
+        "looks for a file that may not be there",
+    ),
     "transformers.Pipeline": {
         "_forward": "runs the model",
-        "_load_feature_extractor": "our pipelines have none",
-        "_load_image_processor": "our pipelines have none",
-        "_load_processor": "our pipelines have none",
-        "_load_tokenizer": "our pipelines have none",
-        "_load_video_processor": "our pipelines have none",
         "_sanitize_parameters": "refuses unknown options",
+        **dict.fromkeys(("_load_feature_extractor", "_load_tokenizer", "_load_processor"), "says that there is none"),
+        **dict.fromkeys(("_load_image_processor", "_load_video_processor"), "says that there is none"),
     },
     "transformers.GenerationConfig": {
         "_get_default_generation_params": "fields of other configurations, which transformers hands to every one",
@@ -93,21 +90,19 @@ RELIED_ON = {
     "torch._C": {
         "_functorch": "holds peek_interpreter_stack, which tells whether a transform of torch.func is at work",
         "_get_tracing_state": "compiled code stands aside while torch.jit.trace records operators",
-        "_len_torch_dispatch_stack": "compiled code stands aside while a mode looks at operators",
-        "_len_torch_function_stack": "compiled code stands aside while a mode looks at functions",
+        **dict.fromkeys(
+            ("_len_torch_dispatch_stack", "_len_torch_function_stack"), "compiled code stands aside in modes of torch"
+        ),
     },
     "torch._C._functorch": {"peek_interpreter_stack": "tells whether a transform of torch.func is at work"},
     "torch.autograd.forward_ad": {"_current_level": "tells whether forward-mode differentiation is at work"},
     "torch.nn.Module": {
-        "_forward_hooks": "compiled code stands aside where somebody looks at a module",
-        "_forward_pre_hooks": "compiled code stands aside where somebody looks at a module",
-        "_modules": "finds a submodule in less time than the attribute",
-        "_parameters": "finds a parameter in less time than the attribute",
+        **dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), "compiled code stands aside for them"),
+        **dict.fromkeys(("_modules", "_parameters"), "finds what it holds in less time than the attribute"),
     },
-    "torch.nn.modules.module": {
-        "_global_forward_hooks": "compiled code stands aside where somebody looks at all modules",
-        "_global_forward_pre_hooks": "compiled code stands aside where somebody looks at all modules",
-    },
+    "torch.nn.modules.module": dict.fromkeys(
+        ("_global_forward_hooks", "_global_forward_pre_hooks"), "compiled code stands aside for them"
+    ),
     "ctypes": {"_CFuncPtr": "the type of a function of a library"},
     BY_REFERENCE: {"_obj": "what a function of a library was given, for its error message"},
 }
