@@ -108,7 +108,7 @@ class OperatorArguments:
         bounds, order = tensors["bounds"], tensors["order"]
         if bounds is None:
             if order is not None:
-                self.refuse("order", "was given without bounds", "left out, too")
+                self.refuse("order", "was given without bounds", "omitted, too")
             self.sizes["rows"] = self.sizes["batch"]
         self.check(SEQUENCES, tensors)
         if bounds is None or self.device.type != "cpu":  # to look at values would stall an accelerator

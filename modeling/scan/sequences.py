@@ -108,7 +108,7 @@ def token_order(mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batc
 def check_sequences(
     mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None, batch: int, length: int
 ) -> torch.Tensor | None:
-    """Raises an error that names what does not fit (batch, length), or is no mask; returns the mask as booleans."""
+    """Raises an error that names what does not fit (batch, length), or is not a mask; returns the mask as booleans."""
     if mask is not None and cu_seqlens is not None:
         raise ValueError("mask and cu_seqlens were both given; packed sequences hold no padding, so pass only one.")
     if cu_seqlens is not None:

@@ -93,7 +93,7 @@ def cache_folder() -> Path:
         # The XDG specification wants relative paths to be ignored.
         if users and Path(users).expanduser().is_absolute():
             return Path(users).expanduser() / "mamba3_nplr"
-    raise OSError(f"HOME={os.environ.get('HOME')!r} is no place for a cache; MAMBA3_NPLR_CACHE names another")
+    raise OSError(f"HOME={os.environ.get('HOME')!r} is not a place for a cache; MAMBA3_NPLR_CACHE names another")
 
 
 @cache

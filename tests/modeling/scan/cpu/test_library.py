@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mamba3_nplr.modeling.scan.cpu import compiled as cpu_operator
+from mamba3_nplr.modeling.scan.cpu import compiled
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
 from mamba3_nplr.modeling.scan.cpu.library import cache_folder, library_key
 
@@ -148,7 +148,7 @@ def test_the_users_cache_is_never_in_the_working_directory(wrong, monkeypatch, t
     monkeypatch.setenv("XDG_CACHE_HOME", wrong)
     assert cache_folder() == tmp_path / ".cache" / "mamba3_nplr"
     monkeypatch.setenv("HOME", "relative")
-    with pytest.raises(OSError, match="HOME='relative' is no place for a cache"):
+    with pytest.raises(OSError, match="HOME='relative' is not a place for a cache"):
         cache_folder()
 
 
@@ -167,9 +167,9 @@ def test_variables_choose_the_cache(monkeypatch, tmp_path):
 def test_a_place_that_others_may_write_into_is_refused_and_said(folder, monkeypatch, caplog):
     built(folder)
     folder.chmod(0o777)
-    monkeypatch.setattr(cpu_operator, "library", lambda dtype: answer())
+    monkeypatch.setattr(compiled, "library", lambda dtype: answer())
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    reason = cpu_operator.try_library.__wrapped__()
+    reason = compiled.try_library.__wrapped__()
     assert f"{folder} may be written by others (mode 777)" in reason and "MAMBA3_NPLR_CACHE names another" in reason
     assert "fall back to the slower chunkwise scan" in caplog.text and reason in caplog.text
     folder.chmod(0o755)
@@ -224,9 +224,9 @@ def test_messages_of_a_compiler_need_not_be_utf_8(folder, monkeypatch, tmp_path)
     monkeypatch.setenv("CXX", script(tmp_path / "latin", text))
     with pytest.raises(subprocess.CalledProcessError) as failed:
         answer()
-    assert cpu_operator.explain(failed.value) == "its compilation failed: x.cpp: error: caf\N{REPLACEMENT CHARACTER}"
+    assert compiled.explain(failed.value) == "its compilation failed: x.cpp: error: caf\N{REPLACEMENT CHARACTER}"
     silent = subprocess.CalledProcessError(1, "c++", stderr=" \n")
-    assert "exit status 1" in cpu_operator.explain(silent)
+    assert "exit status 1" in compiled.explain(silent)
 
 
 def test_cxx_may_hold_options(folder, monkeypatch, said):

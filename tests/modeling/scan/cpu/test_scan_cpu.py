@@ -13,7 +13,7 @@ from helpers.model_cases import build, tokens
 from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import FORMS, error, hard_inputs, run, run_with_gradients, scan_inputs, scan_state, with_grad
 from mamba3_nplr import Mamba3NPLRModel
-from mamba3_nplr.modeling.scan.cpu import compiled as cpu_operator
+from mamba3_nplr.modeling.scan.cpu import compiled
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
 from mamba3_nplr.modeling.scan.cpu.compiled import SOURCE, library, unavailable
 from mamba3_nplr.modeling.scan.cpu.operator import SEGMENT, scan_cpu, scan_operator
@@ -144,8 +144,8 @@ def test_inputs_need_not_be_contiguous():
 def test_a_model_compiles_with_it():
     model = build(Mamba3NPLRModel, scan_backend="cpu", num_hidden_layers=1)
     ids = tokens(2, 6)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = compiled(ids).last_hidden_state
+    optimised = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = optimised(ids).last_hidden_state
     found.sum().backward()
     assert error(found, build_like(model, "reference")(ids).last_hidden_state) < 1e-10
 
@@ -229,8 +229,8 @@ def test_a_library_that_cannot_be_built_later_is_an_error_with_advice(monkeypatc
     def refuse(dtype):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(cpu_operator, "library", refuse)
-    function = cpu_operator.CompiledFunction("scan_forward", {})
+    monkeypatch.setattr(compiled, "library", refuse)
+    function = compiled.CompiledFunction("scan_forward", {})
     with pytest.raises(RuntimeError, match="float64 is not available: the disk is full; scan_backend='chunkwise'"):
         function.function(torch.float64)
 
