@@ -8,26 +8,27 @@ from transformers import initialization as init
 
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
-from .mixers.fused_step import has_plain_parameters, is_bare, may_step, submodule
+from .mixers.fused_step import has_plain_parameters, is_bare, known_to_compiled_code, may_step, submodule
 from .mixers.mamba3 import Mamba3Mixer, RMSNorm
 from .mixers.mamba3_cpu import BlockFrame
 from .scan.dispatch import check_backend_name
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
 
 
+@known_to_compiled_code
 class Mamba3NPLRBlock(RecurrentBlock):
     """One mixer with its norm and residual connection, as configured."""
 
     mixer_class = Mamba3Mixer
 
-    def advance(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, tuple]:
-        if may_step(hidden_states, mask, cu_seqlens):
+    def advance(self, hidden_states, state, mask, cu_seqlens, letters=None) -> tuple[torch.Tensor, tuple]:
+        if letters is None and may_step(hidden_states, mask, cu_seqlens):
             mixer, frame = submodule(self, "mixer"), self.frame()
             if frame is not None and is_bare(mixer, Mamba3Mixer):
                 stepped = mixer.step(hidden_states, state, frame)
                 if stepped is not None:
                     return stepped
-        return super().advance(hidden_states, state, mask, cu_seqlens)
+        return super().advance(hidden_states, state, mask, cu_seqlens, letters)
 
     def frame(self) -> BlockFrame | None:
         """What stands around the mixer, for compiled code that takes it in one piece; None if it does not know it."""

@@ -14,6 +14,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .families import HEADS, auto_class_without_package, own_name
 from .hub.self_contained import SelfContainedMixin
+from .mixers.fused_step import is_bare, is_known, submodule
+from .mixers.letters import Letters, find_letters
 from .model_inputs import (
     check_embeddings,
     check_observations,
@@ -54,18 +56,29 @@ class RecurrentBlock(GradientCheckpointingLayer):
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        letters: Letters | None = None,
     ) -> torch.Tensor:
         rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = read_state(past_key_values, self.layer_idx, partial(self.mixer.state_shapes, rows))
-        hidden_states, state = self.advance(hidden_states, state, mask, cu_seqlens)
+        hidden_states, state = self.advance(hidden_states, state, mask, cu_seqlens, letters)
         write_state(past_key_values, self.layer_idx, state)
         # A norm has a bias, so that padding would not stay 0 by itself.
         return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
 
-    def advance(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, tuple]:
+    def advance(self, hidden_states, state, mask, cu_seqlens, letters=None) -> tuple[torch.Tensor, tuple]:
         """What the block makes of these tokens, and the state after them."""
-        mixed, state = self.mixer(self.mixer_norm(hidden_states), state, mask, cu_seqlens)
+        if letters is None:
+            mixed, state = self.mixer(self.mixer_norm(hidden_states), state, mask, cu_seqlens)
+        else:
+            mixed, state = self.mixer(self.mixer_norm(letters.embeddings), state, mask, cu_seqlens, letters.index)
         return hidden_states + mixed if self.residual else mixed, state
+
+    def may_take_letters(self) -> bool:
+        """Whether the block may be given letters, once for all tokens that are the same."""
+        mixer, norm = submodule(self, "mixer"), submodule(self, "mixer_norm")
+        if not is_known(type(self)) or not is_bare(mixer, self.mixer_class) or not is_known(type(norm)):
+            return False
+        return is_bare(norm, type(norm)) and mixer.may_take_letters()
 
 
 class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
@@ -180,11 +193,12 @@ class SequenceModel(SequencePreTrainedModel):
         batch, length = values.shape[:2]
         mask, cu_seqlens = find_sequences(batch, length, attention_mask, position_ids, cu_seqlens)
         hidden_states = self.embed(name, values, mask)
+        letters = self.find_letters(values) if name == "input_ids" else None
         past_key_values = self.prepare_cache(
             past_key_values, use_cache, batch if cu_seqlens is None else len(cu_seqlens) - 1
         )
 
-        hidden_states = self.run_blocks(hidden_states, mask, cu_seqlens, past_key_values)
+        hidden_states = self.run_blocks(hidden_states, mask, cu_seqlens, past_key_values, letters)
         if mask is not None:
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
@@ -195,9 +209,14 @@ class SequenceModel(SequencePreTrainedModel):
         mask: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         past_key_values: Cache | LayerStates | None,
+        letters: Letters | None = None,
     ) -> torch.Tensor:
         for layer in self.layers:
-            hidden_states = layer(hidden_states, mask=mask, cu_seqlens=cu_seqlens, past_key_values=past_key_values)
+            # After the first block the same letter is no longer the same at each of its places.
+            first = {} if letters is None or layer is not self.layers[0] else {"letters": letters}
+            hidden_states = layer(
+                hidden_states, mask=mask, cu_seqlens=cu_seqlens, past_key_values=past_key_values, **first
+            )
         return self.norm(hidden_states)
 
     def embed(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -218,6 +237,11 @@ class SequenceModel(SequencePreTrainedModel):
             # Before the map of observations: what is not a number there would reach the gradient of its weight.
             values = values.masked_fill(~mask[..., None], 0.0)
         return self.embed_observations(values) if name == "observations" else values
+
+    def find_letters(self, input_ids: torch.Tensor) -> Letters | None:
+        """What the first block may take in place of each token by itself."""
+        embedding = submodule(self, "embed_tokens")
+        return find_letters(embedding, input_ids) if self.layers[0].may_take_letters() else None
 
     def prepare_cache(self, cache: Cache | None, use_cache: bool | None, rows: int) -> Cache | None:
         """The given cache once checked, or a new one if the caller wants the state back."""

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.float64)
 PLAIN_TYPES = (nn.Parameter, torch.Tensor)
 
 # What compiled code stands for: these classes, with the forward that they have when they are loaded.
-FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity)}
+FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Identity, nn.Embedding)}
 
 Kind = TypeVar("Kind", bound=type[nn.Module])
 
@@ -46,13 +46,18 @@ def has_global_hooks() -> bool:
     return bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
 
 
+def is_known(kind: type[nn.Module]) -> bool:
+    """Whether compiled code may stand for modules of this class, and it is as it was loaded."""
+    return kind.forward is FORWARDS.get(kind)
+
+
 def is_bare(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """
     Whether to call the module is to run the forward of `kind` and nothing else. A subclass may do anything (among them
     are modules with parametrizations and most quantised ones). Hooks change inputs and outputs, or fetch the weights,
     as a `forward` put in place of the module's own does: that is how accelerate offloads.
     """
-    if type(module) is not kind or kind.forward is not FORWARDS[kind]:
+    if type(module) is not kind or not is_known(kind):
         return False
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 

@@ -5,18 +5,20 @@ import torch
 from ..scan.sequences import check_sequences
 
 
-def check_mixer_inputs(mixer, hidden_states, state, mask, cu_seqlens) -> torch.Tensor | None:
+def check_mixer_inputs(mixer, hidden_states, state, mask, cu_seqlens, index=None) -> torch.Tensor | None:
     """
     Raises an error that names the argument which does not fit the mixer or the other arguments; `state` is checked
-    against `mixer.state_shapes`. Returns the mask as booleans.
+    against `mixer.state_shapes`. With an index (see `Letters`) hidden_states are those of letters. Returns the mask as
+    booleans.
     """
-    size = mixer.config.hidden_size
-    if hidden_states.dim() != 3 or hidden_states.shape[-1] != size or not hidden_states.is_floating_point():
+    size, tokens = mixer.config.hidden_size, "batch, length" if index is None else "letters"
+    wrong_shape = hidden_states.dim() != 2 + (index is None) or hidden_states.shape[-1] != size
+    if wrong_shape or not hidden_states.is_floating_point():
         raise ValueError(
             f"hidden_states have shape {tuple(hidden_states.shape)} and dtype {hidden_states.dtype}; they must be "
-            f"(batch, length, hidden_size={size}) of a floating dtype."
+            f"({tokens}, hidden_size={size}) of a floating dtype."
         )
-    batch, length, _ = hidden_states.shape
+    batch, length = (hidden_states if index is None else index).shape[:2]
     mask = check_sequences(mask, cu_seqlens, batch, length)
     if state is not None:
         rows = batch if cu_seqlens is None else len(cu_seqlens) - 1

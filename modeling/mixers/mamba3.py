@@ -28,6 +28,7 @@ from ..scan.dispatch import choose_backend, scan, scan_vector_dtype, select_back
 from ..scan.sequences import sequence_rows, token_order
 from .fused_step import are_bare_norms, bare_weight, is_bare, known_to_compiled_code, may_step, parameter, submodule
 from .inputs import check_mixer_inputs
+from .letters import take_tokens
 from .mamba3_backends import MIXER_BACKENDS
 from .mamba3_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights
 from .mamba3_numbers import NUMBERS
@@ -116,27 +117,32 @@ class Mamba3Mixer(nn.Module):
         state: Mamba3State | None = None,
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Mamba3State]:
         """
         Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
         sequence) to the state after them, for whole sequences, pieces and single steps. `mask` and `cu_seqlens` are
-        those of `scan`; a padded position reads as 0.
+        those of `scan`; a padded position reads as 0. With an `index` (batch, length), `hidden_states` (letters,
+        hidden_size) are those of letters, and token i is letter index[i].
         """
         if may_step(hidden_states, mask, cu_seqlens):
             stepped = self.step(hidden_states, state, BlockFrame())
             if stepped is not None:
                 return stepped
-        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
-        state = self.initial_state(hidden_states, cu_seqlens) if state is None else Mamba3State(*state)
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens, index)
+        batch, length = (hidden_states if index is None else index).shape[:2]
+        rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        state = self.initial_state(hidden_states, rows) if state is None else Mamba3State(*state)
         compiled = MIXER_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
         projected, k, beta = self.in_proj(hidden_states), None, None
         if self.k_proj is not None:
             k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
         if compiled is None or not self.has_bare_norms():
+            projected, k, beta = (take_tokens(x, index) for x in (projected, k, beta))
             y, state = self.mix(projected, k, beta, state, mask, cu_seqlens)
         else:
-            sequences = token_order(mask, cu_seqlens, *projected.shape[:2])
-            y, state = compiled.mix(projected, k, beta, self.weights(), state, sequences, **self.options)
+            sequences = token_order(mask, cu_seqlens, batch, length)
+            y, state = compiled.mix(projected, k, beta, self.weights(), state, sequences, index, **self.options)
         return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
 
     def step(
@@ -153,6 +159,11 @@ class Mamba3Mixer(nn.Module):
         matrices, weights = self.bare_matrices(), self.bare_weights()
         stepped = compiled.step(hidden_states, self.sizes, matrices, weights, state, frame, **self.options)
         return None if stepped is None else (stepped[0], Mamba3State(*stepped[1]))
+
+    def may_take_letters(self) -> bool:
+        """Whether nobody looks at what the maps of single tokens make of each of them."""
+        names = ("in_proj", "k_proj", "beta_proj") if self.sizes.reflects else ("in_proj",)
+        return all(is_bare(submodule(self, name), nn.Linear) for name in names)
 
     def has_bare_norms(self) -> bool:
         """Whether compiled code, which calls no modules, may stand for the norms."""
@@ -264,11 +275,10 @@ class Mamba3Mixer(nn.Module):
             beta = NUMBERS.beta_max * beta
         return k, beta, beta * log_decay.exp() if self.config.reflection_form == "contractive" else beta
 
-    def initial_state(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> Mamba3State:
-        """The state before the first token of each sequence."""
-        rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    def initial_state(self, hidden_states: torch.Tensor, rows: int | None = None) -> Mamba3State:
+        """The state before the first token of each sequence; without `rows`, each row of hidden_states is one."""
         dtype = at_least_float32(hidden_states)
-        shapes = self.state_shapes(rows)
+        shapes = self.state_shapes(hidden_states.shape[0] if rows is None else rows)
         state = Mamba3State(*(hidden_states.new_zeros(shape, dtype=dtype) for shape in shapes))
         if self.config.initial_state == "learned":
             state = state._replace(h=self.h0.to(dtype).expand(shapes.h))

@@ -81,6 +81,13 @@ TOKENS = {
     "k": Argument("batch length heads*state", "element", optional=True),
     "beta": Argument("batch length heads", "element", optional=True),
 }
+# Those of letters, where an index says which letter each token is.
+LETTERS = {
+    "projected": Argument("letters width", "element"),
+    "k": Argument("letters heads*state", "element", optional=True),
+    "beta": Argument("letters heads", "element", optional=True),
+}
+INDEX = {"index": Argument("batch length", "int64")}
 WEIGHTS = {
     "dt_bias": Argument("heads"),
     "A_bias": Argument("heads", optional=True),
@@ -102,13 +109,13 @@ RESULTS = ("out", "h", "B", "u", "phase", "kept", "kept_phase")
 
 def mixer_fields() -> dict[str, type]:
     """The struct of the mixer in the C++ source, past where the sequences lie."""
-    integers = ("tokens", "width", "heads", "state", "channels", "pairs", "threads", "contractive", "heavy_tail")
+    sizes = ("tokens", "letters", "width", "heads", "state", "channels", "pairs")
     names = (*TOKENS, *WEIGHTS, *STATES)
     gradients = [f"grad_{name}" for name in (*RESULTS[:5], *names)]
     return (
-        dict.fromkeys(integers, INTEGER)
+        dict.fromkeys((*sizes, "threads", "contractive", "heavy_tail"), INTEGER)
         | dict.fromkeys(("a_min", "epsilon", *MixerNumbers._fields), NUMBER)
-        | dict.fromkeys((*names, *RESULTS, *gradients), TENSOR)
+        | dict.fromkeys((*INDEX, *names, *RESULTS, *gradients), TENSOR)
     )
 
 
@@ -116,6 +123,7 @@ class CompiledMixer(DifferentiableOperator):
     """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
 
     name = "mixer_cpu"
+    projections = TOKENS
     given = TOKENS | WEIGHTS | STATES | SEQUENCES
     options = {"contractive": bool, "heavy_tail": bool, "a_min": float, "epsilon": float}
     for_gradient = {
@@ -133,7 +141,8 @@ class CompiledMixer(DifferentiableOperator):
 
     def check(self, operator, tensors, a_min, epsilon, **options):
         arguments = OperatorArguments(operator, tuple(ELEMENTS))
-        arguments.check({"projected": TOKENS["projected"]}, tensors)
+        arguments.check({"projected": self.projections["projected"]}, tensors)
+        self.check_index(arguments, tensors)
         arguments.check_sequences(tensors)
         arguments.check({"h0": STATES["h0"]}, tensors)
         arguments.check_together(tensors, "k", "beta")
@@ -145,7 +154,7 @@ class CompiledMixer(DifferentiableOperator):
         sizes["slots"] = kept_slots(sizes["rows"], sizes["tokens"])
         sizes |= {"carried_state": carries * sizes["state"], "carried_channels": carries * sizes["channels"]}
         arguments.check(STATES, tensors)
-        arguments.check(TOKENS | WEIGHTS, tensors)
+        arguments.check(self.projections | WEIGHTS, tensors)
         heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
         if 2 * pairs > n:
             arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
@@ -159,9 +168,12 @@ class CompiledMixer(DifferentiableOperator):
                 arguments.refuse(name, f"is {number}", "finite")
         return arguments
 
+    def check_index(self, arguments: OperatorArguments, tensors: dict[str, torch.Tensor | None]) -> None:
+        """For tokens that are letters."""
+
     def make_results(self, tensors):
         projected, h0, phase0 = tensors["projected"], tensors["h0"], tensors["phase0"]
-        batch, length, _ = projected.shape
+        batch, length = tensors.get("index", projected).shape[:2]
         rows, heads, n, channels = h0.shape
         slots = kept_slots(rows, batch * length)
         return {
@@ -180,10 +192,23 @@ class CompiledMixer(DifferentiableOperator):
     def values(self, arguments: OperatorArguments) -> dict[str, int | float]:
         names = ("rows", "tokens", "width", "heads", "state", "channels", "pairs")
         sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
-        return sizes | NUMBERS._asdict()
+        return sizes | {"letters": arguments.sizes.get("letters", 0)} | NUMBERS._asdict()
+
+
+class CompiledMixerOfLetters(CompiledMixer):
+    """The same of letters, with the number of each token's letter."""
+
+    name = "mixer_cpu_letters"
+    projections = LETTERS
+    given = LETTERS | WEIGHTS | STATES | SEQUENCES | INDEX
+
+    def check_index(self, arguments, tensors):
+        arguments.check(INDEX, tensors)
+        arguments.check_index("index", tensors["index"], arguments.sizes["letters"])
 
 
 mixer_operator, mixer_backward_operator = CompiledMixer().register()
+letters_operator, letters_backward_operator = CompiledMixerOfLetters().register()
 step_function = CompiledFunction(
     "mixer_step",
     mixer_fields()
@@ -200,6 +225,7 @@ def mixer_cpu(
     weights: MixerWeights,
     state: tuple[torch.Tensor, ...],
     sequences: TokenOrder,
+    index: torch.Tensor | None = None,
     *,
     contractive: bool,
     heavy_tail: bool,
@@ -211,6 +237,7 @@ def mixer_cpu(
         projected (batch, length, width): Columns z, x, B, C, dt, A, trap, angle.
         k (batch, length, heads * state), beta (batch, length, heads): None without a reflection.
         state: h, B, u and phase before these tokens, a row for each sequence.
+        index (batch, length): Which letter each token is; `projected`, k and beta are then (letters, ...).
 
     Returns:
         What the output projection takes, (batch, length, heads * channels), in the dtype of `projected`, and the state
@@ -222,9 +249,11 @@ def mixer_cpu(
     inside = torch.promote_types(projected.dtype, torch.float32)
     k, beta = (None if x is None else x.to(projected.dtype) for x in (k, beta))
     weights, state = ((None if x is None else x.to(inside) for x in group) for group in (weights, state))
-    out, h, B, u, phase, *_ = mixer_operator(
-        projected, k, beta, *weights, *state, *sequences, contractive, heavy_tail, a_min, epsilon
-    )
+    given, options = (projected, k, beta, *weights, *state, *sequences), (contractive, heavy_tail, a_min, epsilon)
+    if index is None:
+        out, h, B, u, phase, *_ = mixer_operator(*given, *options)
+    else:
+        out, h, B, u, phase, *_ = letters_operator(*given, index, *options)
     return out.to(dtype), (h, B, u, phase)
 
 

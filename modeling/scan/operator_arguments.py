@@ -122,10 +122,16 @@ class OperatorArguments:
         if order is not None and tokens:
             self.check_order(order, tokens)
 
+    def check_index(self, name: str, index: torch.Tensor, count: int) -> None:
+        """Its numbers are those of `count` places."""
+        if not index.numel() or self.device.type != "cpu":  # to look at values would stall an accelerator
+            return
+        low, high = (int(x) for x in index.aminmax())
+        if low < 0 or high >= count:
+            self.refuse(name, f"holds {low if low < 0 else high}", f"of numbers 0 to {count - 1}")
+
     def check_order(self, order: torch.Tensor, tokens: int) -> None:
-        low, high = (int(x) for x in order.aminmax())
-        if low < 0 or high >= tokens:
-            self.refuse("order", f"holds {low if low < 0 else high}", f"of numbers 0 to {tokens - 1}")
+        self.check_index("order", order, tokens)
         if order.bincount().max() > 1:
             self.refuse("order", "holds a number twice", f"of each number from 0 to {tokens - 1} once")
 

@@ -27,10 +27,17 @@ def is_plain_torch() -> bool:
         torch.compiler.is_compiling()  # torch.compile and torch.export trace operators
         or torch.is_grad_enabled()  # gradients need what happens inside
         or torch.is_autocast_enabled("cpu")  # matrix products would be in another precision
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace records operators
+        or is_watched()
+        or is_transforming()  # vmap and the other transforms of torch.func; tangents flow without gradients too
+    )
+
+
+def is_watched() -> bool:
+    """Whether somebody sees every operator that is called."""
+    return bool(
+        torch._C._get_tracing_state() is not None  # torch.jit.trace records operators
         or torch._C._len_torch_dispatch_stack()  # FakeTensorMode, make_fx, counters of operations
         or torch._C._len_torch_function_stack()  # a default device, and modes of users
-        or is_transforming()  # vmap and the other transforms of torch.func; tangents flow without gradients too
     )
 
 

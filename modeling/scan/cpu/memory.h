@@ -48,6 +48,19 @@ FORCE_INLINE inline void store(const T* from, int64_t count, S* to) {
     for (int64_t i = whole; i < count; ++i) put(from[i], to[i]);
 }
 
+template <typename T>
+FORCE_INLINE inline void add(const T* from, int64_t count, T* to) {
+    const int64_t whole = count - count % kLanes<T>;
+    for (int64_t i = 0; i < whole; i += kLanes<T>) {
+        Vector<T> a, b;
+        std::memcpy(&a, from + i, VECTOR_BYTES);
+        std::memcpy(&b, to + i, VECTOR_BYTES);
+        a += b;
+        std::memcpy(to + i, &a, VECTOR_BYTES);
+    }
+    for (int64_t i = whole; i < count; ++i) to[i] += from[i];
+}
+
 // Aligned memory that starts as zeros and is given out in pieces.
 template <typename T>
 class Buffers {

@@ -23,9 +23,8 @@ class MixerWorker {
     using V = Vector<T>;
 
   public:
-    // shared_gradients: (units in a row, tokens, 2 state + pairs), of normalised B, C and omega; sums: `HeadSums` of
-    // each pair.
-    MixerWorker(const Mixer<S, T>& mixer, T* shared_gradients, double* sums)
+    // The sums may be null in the forward pass.
+    MixerWorker(const Mixer<S, T>& mixer, BackwardSums<S, T>* sums)
         : a(mixer),
           columns(mixer),
           n{mixer.state},
@@ -33,7 +32,6 @@ class MixerWorker {
           m(mixer.pairs),
           shared(mixer, memory),
           s(memory, n, p),
-          shared_gradients(shared_gradients),
           sums(sums),
           segment_sums(memory.take(HeadSums<T>(n, p).size)),
           z(s.y),
@@ -59,7 +57,7 @@ class MixerWorker {
     }
 
     void forward(int64_t index) {
-        begin(index);
+        begin(index / units_in_row(a), index % units_in_row(a));
         T* h = heads_buffer(0);
         for (int64_t i = 0; i < heads; ++i) load_state(a.h0 + pair(i) * n * p, n, p, s, h + i * size());
         for (int64_t start = 0; start < length; start += kSegment) {
@@ -82,7 +80,16 @@ class MixerWorker {
     }
 
     void backward(int64_t index) {
-        begin(index);
+        const int64_t group = index / units_in_row(a), first_row = group * rows_in_group(a);
+        for (int64_t i = first_row; i < std::min(a.layout.rows, first_row + rows_in_group(a)); ++i) {
+            begin(i, index % units_in_row(a));
+            choose_gradients(group);
+            backward_row();
+        }
+    }
+
+  private:
+    void backward_row() {
         T *grad_h = heads_buffer(0), *to_B = heads_buffer(1), *to_u = heads_buffer(2);
         to_theta.assign(heads_in_unit(a) * m, 0.0);
         if (!states) states = memory.take((kSegment + 1) * size()), h = memory.take(size());
@@ -124,40 +131,54 @@ class MixerWorker {
         }
     }
 
-  private:
     HeadSums<T> sums_of_segment() { return HeadSums<T>(n, p, segment_sums); }
     void add_sums(int64_t i) {
         const int64_t size = sums_of_segment().size;
-        for (int64_t j = 0; j < size; ++j) sums[pair(i) * size + j] += double(segment_sums[j]);
+        for (int64_t j = 0; j < size; ++j) sums->heads[pair(i) * size + j] += double(segment_sums[j]);
         std::fill_n(segment_sums, size, T(0));
     }
     int64_t size() const { return s.state * s.channels; }
     int64_t pair(int64_t i) const { return row * a.heads + first + i; }
     int64_t kept_at(int64_t t, int64_t i) const { return a.layout.slot(row, t) * a.heads + first + i; }
 
-    void begin(int64_t index) {
-        row = index / units_in_row(a);
-        unit = index % units_in_row(a);
+    void begin(int64_t given_row, int64_t given_unit) {
+        row = given_row;
+        unit = given_unit;
         first = unit * heads_in_unit(a);
         heads = std::min(heads_in_unit(a), a.heads - first);
         length = a.layout.length(row);
     }
 
+    void choose_gradients(int64_t group) {
+        const int64_t at = group * a.letters, part = sums->part(a, group, unit);
+        T* shared_part = sums->shared.data() + part * a.sources() * sums->shared_size;
+        const auto rows_of = [&](S* stored, std::vector<T>& added, int64_t stride) {
+            return GradientRows<S, T>{stored, a.letters ? added.data() + at * stride : nullptr, stride};
+        };
+        grad_projected = rows_of(a.grad_projected, sums->projected, a.width);
+        if (a.k) grad_k = rows_of(a.grad_k, sums->k, a.heads * n);
+        if (a.k) grad_beta = rows_of(a.grad_beta, sums->beta, a.heads);
+        grad_shared = {shared_part, a.letters ? shared_part : nullptr, sums->shared_size};
+    }
+
     int64_t begin_segment(int64_t start) {
         const int64_t steps = std::min(kSegment, length - start);
-        for (int64_t t = 0; t < steps; ++t) tokens[t] = a.layout.token(row, start + t);
-        if (start) load_u(a.layout.token(row, start - 1), 0);
         for (int64_t t = 0; t < steps; ++t) {
-            z_rows.load_token(a.projected + tokens[t] * a.width + columns.z + first * p, heads, p, t);
-            load_u(tokens[t], t + 1);
-            if (a.k) k_rows.load_token(a.k + (tokens[t] * a.heads + first) * n, heads, n, t);
+            tokens[t] = a.layout.token(row, start + t);
+            sources[t] = a.source(tokens[t]);
+        }
+        if (start) load_u(a.source(a.layout.token(row, start - 1)), 0);
+        for (int64_t t = 0; t < steps; ++t) {
+            z_rows.load_token(a.projected + sources[t] * a.width + columns.z + first * p, heads, p, t);
+            load_u(sources[t], t + 1);
+            if (a.k) k_rows.load_token(a.k + (sources[t] * a.heads + first) * n, heads, n, t);
             if (a.grad_out) grad_y_rows.load_token(a.grad_out + (tokens[t] * a.heads + first) * p, heads, p, t);
         }
         shared.fill(row, start, steps);
         return steps;
     }
-    void load_u(int64_t token, int64_t t) {
-        u_rows.load_token(a.projected + token * a.width + columns.u + first * p, heads, p, t);
+    void load_u(int64_t source, int64_t t) {
+        u_rows.load_token(a.projected + source * a.width + columns.u + first * p, heads, p, t);
     }
 
     // Lets the segment work on the rows of head i where they lie.
@@ -185,11 +206,11 @@ class MixerWorker {
         s.steps = steps;
         s.D = a.D[head];
         for (int64_t t = 0; t < steps; ++t) {
-            const S* from = a.projected + tokens[t] * a.width;
+            const S* from = a.projected + sources[t] * a.width;
             dt_raw[t] = value(from[columns.dt + head]) + a.dt_bias[head];
             A_raw[t] = value(from[columns.A + head]) + (a.A_bias ? a.A_bias[head] : T(0));
             trap_raw[t] = value(from[columns.trap + head]);
-            if (a.k) beta_raw[t] = value(a.beta[tokens[t] * a.heads + head]);
+            if (a.k) beta_raw[t] = value(a.beta[sources[t] * a.heads + head]);
         }
         fill_gates();
         fill_angles(start, i);
@@ -437,11 +458,10 @@ class MixerWorker {
             }
             const T to_log = to_d * s.d[t], to_A = -to_log * dt[t] * rate_slope[t];
             const T to_dt = (grad_dt[t] - to_log * rate[t]) * dt_slope[t];
-            S* to = a.grad_projected + tokens[t] * a.width;
-            put(to_dt, to[columns.dt + head]);
-            put(to_A, to[columns.A + head]);
-            put(to_trap, to[columns.trap + head]);
-            if (a.k) put(to_beta * beta_slope[t], a.grad_beta[tokens[t] * a.heads + head]);
+            grad_projected.give(to_dt, sources[t], columns.dt + head);
+            grad_projected.give(to_A, sources[t], columns.A + head);
+            grad_projected.give(to_trap, sources[t], columns.trap + head);
+            if (a.k) grad_beta.give(to_beta * beta_slope[t], sources[t], head);
             sum[0] += to_dt;
             sum[1] += to_A;
         }
@@ -450,14 +470,12 @@ class MixerWorker {
 
     void write_gradients() {
         for (int64_t t = 0; t < s.steps; ++t) {
-            S* projected = a.grad_projected + tokens[t] * a.width;
-            z_rows.store_token(t, heads, p, projected + columns.z + first * p);
-            grad_u_rows.store_token(t + 1, heads, p, projected + columns.u + first * p);
-            if (a.k) grad_k_rows.store_token(t, heads, n, a.grad_k + (tokens[t] * a.heads + first) * n);
-            T* to = shared_gradients + (unit * a.tokens + tokens[t]) * (2 * n + m);
-            store(shared.grad_B[t], n, to);
-            store(shared.grad_C[t], n, to + n);
-            store(shared.grad_omega[t], m, to + 2 * n);
+            z_rows.give_token(t, heads, p, grad_projected, sources[t], columns.z + first * p);
+            grad_u_rows.give_token(t + 1, heads, p, grad_projected, sources[t], columns.u + first * p);
+            if (a.k) grad_k_rows.give_token(t, heads, n, grad_k, sources[t], first * n);
+            grad_shared.give(shared.grad_B[t], n, sources[t], 0);
+            grad_shared.give(shared.grad_C[t], n, sources[t], n);
+            grad_shared.give(shared.grad_omega[t], m, sources[t], 2 * n);
         }
     }
 
@@ -470,9 +488,10 @@ class MixerWorker {
     Buffers<T> memory;
     SharedSegment<S, T, N> shared;
     Segment<T, N, P> s;
-    T* shared_gradients;
-    double* sums;
+    BackwardSums<S, T>* sums;
     T* segment_sums;
+    GradientRows<S, T> grad_projected{}, grad_k{}, grad_beta{};
+    GradientRows<T, T> grad_shared{};
     Rows<T, P> z;  // of the head at work, as u, k, grad_y, grad_u and grad_k of the segment are: see choose_head
     HeadRows<T, P> u_rows, z_rows;
     HeadRows<T, N> k_rows;
@@ -482,35 +501,41 @@ class MixerWorker {
     T *bias_B, *bias_C, *weight, *angles, *sines, *cosines, *turns, *h = nullptr, *states = nullptr, *of_heads[3] = {};
     std::vector<double> theta, to_theta;  // to_theta: what the steps from one on owe to its angles
     PerStep<T> dt_raw, A_raw, trap_raw, beta_raw, dt, rate, lambda, beta, k_length;
-    int64_t tokens[kSegment];
+    int64_t tokens[kSegment], sources[kSegment];
 };
 
-// From the gradients of normalised B, C and omega, added over the units of a row, to those of the projections. Sums for
-// the weights of the norms go to `sums`, (rows, 2 state).
+// From the gradients of normalised B, C and omega, added over the parts that hold some, to those of the projections. A
+// call is for the tokens of a row, or for one letter. Sums for the weights of the norms go to `norm_sums`, (calls,
+// 2 state).
 template <typename S, typename T>
 class SharedBackward {
   public:
-    SharedBackward(const Mixer<S, T>& mixer, const T* gradients, double* sums)
-        : a(mixer), columns(mixer), gradients(gradients), sums(sums), total(2 * mixer.state + mixer.pairs) {}
+    SharedBackward(const Mixer<S, T>& mixer, const BackwardSums<S, T>& sums, double* norm_sums)
+        : a(mixer), columns(mixer), sums(sums), norm_sums(norm_sums), total(sums.shared_size) {}
 
-    void operator()(int64_t row) {
-        double* sum = sums + row * 2 * a.state;
-        for (int64_t t = 0; t < a.layout.length(row); ++t) {
-            const int64_t token = a.layout.token(row, t), n = a.state;
-            std::fill(total.begin(), total.end(), T(0));
-            for (int64_t unit = 0; unit < units_in_row(a); ++unit) {
-                const T* from = gradients + (unit * a.tokens + token) * int64_t(total.size());
-                for (size_t i = 0; i < total.size(); ++i) total[i] += from[i];
-            }
-            const S* x = a.projected + token * a.width;
-            S* to = a.grad_projected + token * a.width;
-            norm_back(x + columns.B, a.B_weight, total.data(), to + columns.B, sum);
-            norm_back(x + columns.C, a.C_weight, total.data() + n, to + columns.C, sum + n);
-            for (int64_t j = 0; j < a.width - columns.angle; ++j) put(angle_back(x, j), to[columns.angle + j]);
-        }
+    static int64_t calls(const Mixer<S, T>& a) { return a.letters ? a.letters : a.layout.rows; }
+
+    void operator()(int64_t call) {
+        double* sum = norm_sums + call * 2 * a.state;
+        if (a.letters) return source_back(call, sum);
+        for (int64_t t = 0; t < a.layout.length(call); ++t) source_back(a.layout.token(call, t), sum);
     }
 
   private:
+    void source_back(int64_t source, double* sum) {
+        std::fill(total.begin(), total.end(), T(0));
+        const int64_t size = int64_t(total.size()), parts = int64_t(sums.shared.size()) / (a.sources() * size);
+        for (int64_t part = 0; part < parts; ++part) {
+            const T* from = sums.shared.data() + (part * a.sources() + source) * size;
+            for (int64_t i = 0; i < size; ++i) total[i] += from[i];
+        }
+        const S* x = a.projected + source * a.width;
+        S* to = a.grad_projected + source * a.width;
+        norm_back(x + columns.B, a.B_weight, total.data(), to + columns.B, sum);
+        norm_back(x + columns.C, a.C_weight, total.data() + a.state, to + columns.C, sum + a.state);
+        for (int64_t j = 0; j < a.width - columns.angle; ++j) put(angle_back(x, j), to[columns.angle + j]);
+    }
+
     T angle_back(const S* x, int64_t j) const {
         if (j >= a.pairs) return T(0);
         const T tangent = std::tanh(T(value(x[columns.angle + j])));
@@ -531,21 +556,38 @@ class SharedBackward {
 
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
-    const T* gradients;
-    double* sums;
+    const BackwardSums<S, T>& sums;
+    double* norm_sums;
     std::vector<T> total;
 };
 
+// The sum over some rows, in their order, of `count` numbers each.
+template <typename S, typename X>
+void add_rows(const X* from, int64_t rows, int64_t stride, int64_t count, S* to) {
+    if (!to) return;
+    std::vector<double> total(count);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < count; ++i) total[i] += double(from[row * stride + i]);
+    for (int64_t i = 0; i < count; ++i) put(std::conditional_t<std::is_same_v<S, double>, double, float>(total[i]), to[i]);
+}
+
+// Adds what the groups found to the gradients of the letters; SharedBackward overwrites the columns that are its own.
+template <typename S, typename T>
+void add_letter_gradients(const Mixer<S, T>& a, const BackwardSums<S, T>& sums) {
+    const auto add = [&](const std::vector<T>& from, int64_t size, S* to) {
+        add_rows(from.data(), groups(a), size, size, to);
+    };
+    add(sums.projected, a.letters * a.width, a.grad_projected);
+    add(sums.k, a.letters * a.heads * a.state, a.grad_k);
+    add(sums.beta, a.letters * a.heads, a.grad_beta);
+}
+
 // Adds what the rows found to the gradients of the parameters.
 template <typename S, typename T>
-void add_parameter_gradients(const Mixer<S, T>& a, double* sums, const double* norm_sums) {
+void add_parameter_gradients(const Mixer<S, T>& a, double* sums, const std::vector<double>& norm_sums) {
     const int64_t n = a.state, p = a.channels;
     const auto add = [&](T* to, const double* from, int64_t row_stride, int64_t count) {
-        if (!to) return;
-        std::vector<double> total(count);
-        for (int64_t row = 0; row < a.layout.rows; ++row)
-            for (int64_t i = 0; i < count; ++i) total[i] += from[row * row_stride + i];
-        for (int64_t i = 0; i < count; ++i) to[i] = T(total[i]);
+        add_rows(from, a.layout.rows, row_stride, count, to);
     };
     const int64_t size = HeadSums<T>(n, p).size, stride = a.heads * size;
     for (int64_t head = 0; head < a.heads; ++head) {
@@ -557,40 +599,43 @@ void add_parameter_gradients(const Mixer<S, T>& a, double* sums, const double* n
         add(a.grad_C_bias + head * n, from.C_bias, stride, n);
         add(a.grad_norm_weight ? a.grad_norm_weight + head * p : nullptr, from.norm_weight, stride, p);
     }
-    add(a.grad_B_weight, norm_sums, 2 * n, n);
-    add(a.grad_C_weight, norm_sums + n, 2 * n, n);
+    const int64_t calls = SharedBackward<S, T>::calls(a);
+    add_rows(norm_sums.data(), calls, 2 * n, n, a.grad_B_weight);
+    add_rows(norm_sums.data() + n, calls, 2 * n, n, a.grad_C_weight);
 }
 
 template <int64_t N, int64_t P, typename S, typename T>
-void run_units(const Mixer<S, T>& a, bool forward, T* shared_gradients, double* sums) {
+void run_units(const Mixer<S, T>& a, BackwardSums<S, T>* sums) {
     const int64_t work = tokens_in(a.layout) * a.heads * a.state * a.channels;
-    in_parallel(a.layout.rows * units_in_row(a), a.threads, work, [&] {
-        return [worker = MixerWorker<S, T, N, P>(a, shared_gradients, sums), forward](int64_t i) mutable {
+    in_parallel((sums ? groups(a) : a.layout.rows) * units_in_row(a), a.threads, work, [&] {
+        return [worker = MixerWorker<S, T, N, P>(a, sums), forward = !sums](int64_t i) mutable {
             forward ? worker.forward(i) : worker.backward(i);
         };
     });
 }
 
 template <typename S, typename T>
-void run(const Mixer<S, T>& a, bool forward) {
-    std::vector<T> shared_gradients;
-    std::vector<double> sums, norm_sums;
-    if (!forward) {
-        shared_gradients.resize(units_in_row(a) * a.tokens * (2 * a.state + a.pairs));
-        sums.resize(a.layout.rows * a.heads * HeadSums<T>(a.state, a.channels).size);
-        norm_sums.resize(a.layout.rows * 2 * a.state);
-    }
+void run_units(const Mixer<S, T>& a, BackwardSums<S, T>* sums) {
     // The paper's size has code of its own.
     constexpr int64_t kFixed = std::is_same_v<S, float> ? 16 : 0;
     if (a.state == kFixed && a.channels == kFixed)
-        run_units<kFixed, kFixed>(a, forward, shared_gradients.data(), sums.data());
+        run_units<kFixed, kFixed>(a, sums);
     else
-        run_units<0, 0>(a, forward, shared_gradients.data(), sums.data());
-    if (forward) return;
-    in_parallel(a.layout.rows, a.threads, tokens_in(a.layout) * a.heads * a.state, [&] {
-        return SharedBackward<S, T>(a, shared_gradients.data(), norm_sums.data());
+        run_units<0, 0>(a, sums);
+}
+
+template <typename S, typename T>
+void run(const Mixer<S, T>& a, bool forward) {
+    if (forward) return run_units<S, T>(a, nullptr);
+    BackwardSums<S, T> sums(a);
+    run_units<S, T>(a, &sums);
+    if (a.letters) add_letter_gradients(a, sums);
+    const int64_t calls = SharedBackward<S, T>::calls(a);
+    std::vector<double> norm_sums(calls * 2 * a.state);
+    in_parallel(calls, a.threads, tokens_in(a.layout) * a.heads * a.state, [&] {
+        return SharedBackward<S, T>(a, sums, norm_sums.data());
     });
-    add_parameter_gradients(a, sums.data(), norm_sums.data());
+    add_parameter_gradients(a, sums.heads.data(), norm_sums);
 }
 
 }  // namespace

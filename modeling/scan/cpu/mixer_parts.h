@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "functions.h"
 #include "memory.h"
@@ -16,13 +17,15 @@
 // (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all
 // else. Null pointers are options: without k there is no reflection, without B_weight the write is that of the delta
 // rule, without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no
-// gradient will be asked for. Gradients are written, not added.
+// gradient will be asked for. Gradients are written, not added. Where `letters` is not 0 the projections are those of
+// so many letters, and token i is letter index[i].
 template <typename S, typename T>
 struct Mixer {
     Layout layout;
-    int64_t tokens, width, heads, state, channels, pairs, threads, contractive, heavy_tail;
+    int64_t tokens, letters, width, heads, state, channels, pairs, threads, contractive, heavy_tail;
     double a_min, epsilon;
     double beta_max, beta_stretch, beta_shift, rate_shift, shortest_k;  // see mixers/mamba3_numbers.py
+    const int64_t* index;
     const S *projected, *k, *beta;
     const T *dt_bias, *A_bias, *B_weight, *B_bias, *C_weight, *C_bias, *D, *norm_weight, *h0, *B0, *u0, *phase0;
     S* out;
@@ -33,6 +36,10 @@ struct Mixer {
     S *grad_projected, *grad_k, *grad_beta;
     T *grad_dt_bias, *grad_A_bias, *grad_B_weight, *grad_B_bias, *grad_C_weight, *grad_C_bias, *grad_D;
     T *grad_norm_weight, *grad_h0, *grad_B0, *grad_u0, *grad_phase0;
+
+    // The row of a token in the projections.
+    int64_t source(int64_t token) const { return letters ? index[token] : token; }
+    int64_t sources() const { return letters ? letters : tokens; }
 };
 
 namespace {
@@ -67,6 +74,37 @@ int64_t units_in_row(const Mixer<S, T>& a) {
     return (a.heads + heads_in_unit(a) - 1) / heads_in_unit(a);
 }
 
+// Rows that one thread takes together. The gradients of letters are added up for each such group by itself, so that
+// threads do not meet and sums do not depend on them; all groups need no more memory than the gradients of tokens would.
+template <typename S, typename T>
+int64_t rows_in_group(const Mixer<S, T>& a) {
+    if (!a.letters || !a.tokens) return 1;
+    return std::min(a.layout.rows, (a.layout.rows * a.letters + a.tokens - 1) / a.tokens);
+}
+
+template <typename S, typename T>
+int64_t groups(const Mixer<S, T>& a) {
+    return (a.layout.rows + rows_in_group(a) - 1) / std::max(int64_t(1), rows_in_group(a));
+}
+
+// Gradients of the rows of a tensor: stored, or, where rows are letters, added to sums.
+template <typename S, typename T>
+struct GradientRows {
+    S* stored;
+    T* sums;
+    int64_t stride;
+
+    void give(const T* from, int64_t count, int64_t row, int64_t column) const {
+        sums ? add(from, count, sums + row * stride + column) : store(from, count, stored + row * stride + column);
+    }
+    void give(T x, int64_t row, int64_t column) const {
+        if (sums)
+            sums[row * stride + column] += x;
+        else
+            put(x, stored[row * stride + column]);
+    }
+};
+
 // Sums over tokens that the backward pass makes for each row and head: of a segment in X = T, of a row in double.
 template <typename T, typename X = T>
 struct HeadSums {
@@ -78,6 +116,31 @@ struct HeadSums {
           norm_weight(C_bias + padded<T>(n)) {}
     int64_t size;
     X *scalars, *B_bias, *C_bias, *norm_weight;  // scalars: dt_bias, A_bias, D
+};
+
+// What the backward pass adds up beside its results.
+template <typename S, typename T>
+struct BackwardSums {
+    explicit BackwardSums(const Mixer<S, T>& a)
+        : shared_size(2 * a.state + a.pairs),
+          shared((a.letters ? groups(a) : 1) * units_in_row(a) * a.sources() * shared_size),
+          heads(a.layout.rows * a.heads * HeadSums<T>(a.state, a.channels).size) {
+        if (!a.letters) return;
+        projected.resize(groups(a) * a.letters * a.width);
+        if (!a.k) return;
+        k.resize(groups(a) * a.letters * a.heads * a.state);
+        beta.resize(groups(a) * a.letters * a.heads);
+    }
+
+    int64_t shared_size;
+    std::vector<T> shared;      // (parts, sources, shared_size), of normalised B, C and omega; see `part`
+    std::vector<double> heads;  // `HeadSums` of each row and head
+    std::vector<T> projected, k, beta;  // of letters, for each group
+
+    // Units work on different rows of `shared`; those of groups that share letters on different parts of it.
+    static int64_t part(const Mixer<S, T>& a, int64_t group, int64_t unit) {
+        return (a.letters ? group * units_in_row(a) : 0) + unit;
+    }
 };
 
 // What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of
@@ -102,7 +165,7 @@ class SharedSegment {
 
     void fill(int64_t row, int64_t start, int64_t steps) {
         for (int64_t t = start ? -1 : 0; t < steps; ++t) {
-            const S* from = a.projected + a.layout.token(row, start + t) * a.width;
+            const S* from = a.projected + a.source(a.layout.token(row, start + t)) * a.width;
             if (a.B_weight) normalise(from + columns.B, B_weight, B[t + 1]);
             if (t < 0) continue;
             normalise(from + columns.C, C_weight, C[t]);
@@ -153,6 +216,11 @@ class HeadRows {
     template <typename S>
     void store_token(int64_t t, int64_t heads, int64_t count, S* to) const {
         for (int64_t i = 0; i < heads; ++i) store(of_head(i) + t * stride, count, to + i * count);
+    }
+    template <typename S>
+    void give_token(int64_t t, int64_t heads, int64_t count, const GradientRows<S, T>& to, int64_t row,
+                    int64_t column) const {
+        for (int64_t i = 0; i < heads; ++i) to.give(of_head(i) + t * stride, count, row, column + i * count);
     }
 
   private:

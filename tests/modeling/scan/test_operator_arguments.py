@@ -44,6 +44,15 @@ def mixer_call() -> dict:
     return dict(zip(names, values, strict=True)) | token_order(MASK, None, 3, 5)._asdict()
 
 
+def letters_call() -> dict:
+    call, letters = mixer_call(), torch.tensor([[0, 3, 1, 0, 2], [3, 3, 0, 1, 1], [2, 0, 0, 0, 0]])
+    call |= {name: call[name].flatten(0, 1)[:4].clone() for name in mixer_cpu.LETTERS}
+    return {
+        name: letters if name == "index" else call[name]
+        for name in (*mixer_cpu.CompiledMixerOfLetters.given, *mixer_cpu.CompiledMixer.options)
+    }
+
+
 def backward_call(call: dict, operator, kind) -> dict:
     """The arguments of the gradient's operator: gradients of the outputs, and what the forward pass kept."""
     return dict(zip(kind.for_gradient, operator(*call.values()), strict=True)) | call
@@ -54,6 +63,10 @@ OPERATORS = {
     "scan_cpu_backward": lambda: backward_call(scan_call(), scan_cpu.scan_operator, scan_cpu.CompiledScan),
     "mixer_cpu": mixer_call,
     "mixer_cpu_backward": lambda: backward_call(mixer_call(), mixer_cpu.mixer_operator, mixer_cpu.CompiledMixer),
+    "mixer_cpu_letters": letters_call,
+    "mixer_cpu_letters_backward": lambda: backward_call(
+        letters_call(), mixer_cpu.letters_operator, mixer_cpu.CompiledMixerOfLetters
+    ),
     "scan_triton": scan_call,
     "scan_triton_backward": lambda: backward_call(scan_call(), scan_triton.scan_operator, scan_triton.TritonScan),
 }
@@ -80,6 +93,7 @@ SCAN_SCHEMA = """Tensor u, Tensor B, Tensor C, Tensor log_decay, Tensor write, T
 MIXER_SCHEMA = """Tensor projected, Tensor? k, Tensor? beta, Tensor dt_bias, Tensor? A_bias, Tensor? B_weight,
     Tensor? B_bias, Tensor C_weight, Tensor C_bias, Tensor D, Tensor? norm_weight, Tensor h0, Tensor B0, Tensor u0,
     Tensor phase0, Tensor? bounds, Tensor? order, bool contractive, bool heavy_tail, float a_min, float epsilon"""
+LETTERS_SCHEMA = MIXER_SCHEMA.replace("Tensor? order,", "Tensor? order, Tensor index,")
 FOR_THE_MIXER = "Tensor grad_out, Tensor grad_h, Tensor grad_B, Tensor grad_u, Tensor grad_phase, Tensor kept"
 SCHEMAS = {
     "scan_cpu": f"({SCAN_SCHEMA}) -> (Tensor, Tensor, Tensor)",
@@ -88,6 +102,8 @@ SCHEMAS = {
     "scan_triton_backward": f"(Tensor grad_y, Tensor grad_h, Tensor kept, Tensor T, {SCAN_SCHEMA}) -> Tensor[]",
     "mixer_cpu": f"({MIXER_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "mixer_cpu_backward": f"({FOR_THE_MIXER}, Tensor kept_phase, {MIXER_SCHEMA}) -> Tensor[]",
+    "mixer_cpu_letters": f"({LETTERS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "mixer_cpu_letters_backward": f"({FOR_THE_MIXER}, Tensor kept_phase, {LETTERS_SCHEMA}) -> Tensor[]",
 }
 
 
@@ -103,6 +119,7 @@ def test_tables_of_arguments_are_in_the_order_of_the_tuples_that_are_unpacked_in
     states = [f"{name}0" for name in Mamba3State._fields]
     expected = ("projected", "k", "beta", *mixer_cpu.MixerWeights._fields, *states, *TokenOrder._fields)
     assert tuple(mixer_cpu.CompiledMixer.given) == expected
+    assert tuple(mixer_cpu.CompiledMixerOfLetters.given) == (*expected, "index")
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -153,6 +170,14 @@ def test_options_of_a_mixer_that_belong_together_are_refused_alone():
     ]:
         with pytest.raises(ValueError, match=message):
             mixer_cpu.mixer_operator(*(mixer_call() | change).values())
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, 1 << 40])
+def test_letters_that_are_not_there_are_refused(wrong):
+    call = letters_call()
+    call["index"][2, 4] = wrong  # padding: nobody would read it
+    with pytest.raises(ValueError, match=f"^index holds {wrong}; for mixer_cpu_letters it must be of numbers 0 to 3"):
+        mixer_cpu.letters_operator(*call.values())
 
 
 def mixers(backend: str) -> dict:
