@@ -21,14 +21,12 @@ import torch
 import transformers
 
 from mamba3_nplr.training.arguments import parse_run
-from mamba3_nplr.training.checkpoints import CheckpointError
 from mamba3_nplr.training.compare import compare_command
 from mamba3_nplr.training.comparison import comparison_table
+from mamba3_nplr.training.endings import exit_with_sentence
 from mamba3_nplr.training.evaluate_checkpoint import evaluate_command
-from mamba3_nplr.training.finite import NotFiniteError
 from mamba3_nplr.training.help import help_text
-from mamba3_nplr.training.run import StoppedError, UploadError, prepare, train
-from mamba3_nplr.training.usage import UsageError
+from mamba3_nplr.training.run import prepare, train
 
 
 def train_command(arguments: list[str]) -> None:
@@ -44,33 +42,17 @@ def main(arguments: list[str] | None = None) -> None:
     transformers.utils.logging.disable_progress_bar()  # of every file it writes or reads
     commands = {"compare": compare_command, "evaluate": evaluate_command}
     try:
-        if arguments and arguments[0] in commands:
-            commands[arguments[0]](arguments[1:])
-        elif {"-h", "--help", "--help_all"} & set(arguments):
-            print(help_text(arguments, everything="--help_all" in arguments))
-        else:
-            train_command(arguments)
-    except UsageError as error:
-        sys.exit(exit_with(f"train_hf.py: error: {error}", 2))
-    except (NotFiniteError, CheckpointError, UploadError) as error:
-        sys.exit(exit_with(f"train_hf.py: {error}", 1))
-    except StoppedError as stopped:
-        sys.exit(exit_with(str(stopped), stopped.code))
-    except OSError as error:
-        # Those of the operating system have a number; any other is a mistake of this program.
-        if error.errno is None:
-            raise
-        advice = "Once that is fixed, give the same command again; a run resumes with --resume_from_checkpoint."
-        sys.exit(exit_with(f"train_hf.py: {error}. {advice}", 1))
+        with exit_with_sentence():
+            if arguments and arguments[0] in commands:
+                commands[arguments[0]](arguments[1:])
+            elif {"-h", "--help", "--help_all"} & set(arguments):
+                print(help_text(arguments, everything="--help_all" in arguments))
+            else:
+                train_command(arguments)
     finally:
         if torch.distributed.is_initialized():
             # Its threads may else outlive what they use, and abort the process.
             torch.distributed.destroy_process_group()
-
-
-def exit_with(message: str, code: int) -> int:
-    print(message, file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -64,6 +64,10 @@ class Task(ABC):
         """How far the curriculum has come, from 0 to 1."""
         return min(1.0, step / (self.curriculum_part * self.total_steps))
 
+    def training_length(self, step: int) -> int:
+        """The size of the sequences at a step, if a curriculum makes them grow."""
+        return self.trained_size
+
     @property
     @abstractmethod
     def test_sizes(self) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """One run from its start to its end: the model is made, trained, evaluated, saved and, if asked for, uploaded."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -22,59 +21,60 @@ from .arguments import TrainingRun
 from .batches import FreshBatches
 from .checkpoints import remove_unfinished
 from .comparison import draw_comparison
+from .endings import StoppedError, UploadError
 from .evaluation import evaluate, scalars
 from .host_memory import keep_memory
 from .model_card import model_card
 from .models import new_model
+from .progress import TellProgress, is_watched, tell, tell_failure
 from .resume import find_checkpoint
+from .threads import set_threads
 from .trainer import ResumableTrainer, StopOnSignal
 from .upload import PushCheckpoints, plan_run
 from .usage import UsageError, make_folder
 
 
-class StoppedError(Exception):
-    """A signal ended the run after a checkpoint; `code` is what the program should exit with."""
+def train(run: TrainingRun, cores: int | None = None) -> dict:
+    """
+    Trains, evaluates and saves, alone in its folder; returns what `results.json` holds.
 
-    def __init__(self, number: int, message: str):
-        super().__init__(message)
-        self.code = 128 + number
-
-
-class UploadError(Exception):
-    """A finished run could not be uploaded."""
-
-
-def train(run: TrainingRun) -> dict:
-    """Trains, evaluates and saves, alone in its folder; returns what `results.json` holds."""
+    Args:
+        cores: That it may use; by default all, or its share of them.
+    """
     if run.args.process_index:
-        return train_alone(run, None)  # the first process holds the folder, and the others wait for what it finds there
+        # The first process holds the folder, and the others wait for what it finds there.
+        return train_alone(run, None, cores)
     folder = Path(run.args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with folder_lock(folder):
-            checkpoint = find_checkpoint(run)
-            remove_unfinished(folder)
-            return train_alone(run, checkpoint)
-    except FolderInUseError as error:
-        raise UsageError(f"output_dir: {error}") from error
+    with tell_failure():
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with folder_lock(folder):
+                checkpoint = find_checkpoint(run)
+                remove_unfinished(folder)
+                return train_alone(run, checkpoint, cores)
+        except FolderInUseError as error:
+            raise UsageError(f"output_dir: {error}") from error
 
 
-def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
+def train_alone(run: TrainingRun, checkpoint: str | None, cores: int | None) -> dict:
     args = run.args
-    share_cores()
+    args.disable_tqdm = args.disable_tqdm or is_watched()  # there is another display
     keep_memory()
     [checkpoint] = broadcast_object_list([checkpoint])
     repository = create_repository(args)
     transformers.set_seed(args.seed)
     model = new_model(run.task, run.config)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    accumulation = args.gradient_accumulation_steps
+    batches = FreshBatches(run.task, seed, args.max_steps, accumulation, args.process_index, args.world_size)
+    # The last batch: no other is longer.
+    tokens = batches[len(batches) - 1]["labels"].shape[:2].numel()
+    set_threads(args, tokens * model.num_parameters(), cores)
     settings = record.run_settings(run)
     if args.process_index == 0:
         announce(run, model, checkpoint)
         compile_ahead(run)
         record.write_json(Path(args.output_dir, record.RUN), settings)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    accumulation = args.gradient_accumulation_steps
-    batches = FreshBatches(run.task, seed, args.max_steps, accumulation, args.process_index, args.world_size)
     trainer = ResumableTrainer(
         model,
         args,
@@ -84,6 +84,8 @@ def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
     )
     stop = StopOnSignal()
     trainer.add_callback(stop)
+    if is_watched() and args.process_index == 0:
+        trainer.add_callback(TellProgress(run.task, stop))
     if repository and args.hub_strategy == "every_save":
         api = HfApi(token=args.hub_token)
         trainer.add_callback(PushCheckpoints(api, repository, (record.RUN,), args.hub_revision))
@@ -99,6 +101,7 @@ def train_alone(run: TrainingRun, checkpoint: str | None) -> dict:
 
 def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) -> dict:
     args, model = run.args, trainer.model
+    tell(stage="testing")
     results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
     trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
     saved = trainer.save_finished()
@@ -160,16 +163,6 @@ def compile_ahead(run: TrainingRun) -> None:
     backend = getattr(run.config, "scan_backend", None)
     if backend is not None:
         select_backend(backend, run.args.device)
-
-
-def share_cores() -> None:
-    """Several processes on one machine share its cores out, unless someone has set OMP_NUM_THREADS."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    given = os.environ.get("OMP_NUM_THREADS")
-    # torchrun sets it to 1 where nobody has.
-    nobody = given is None or (given == "1" and "TORCHELASTIC_RUN_ID" in os.environ)
-    if processes > 1 and nobody:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
 def create_repository(args) -> str | None:

@@ -28,12 +28,11 @@ from mamba3_nplr.configuration.citations import CITATIONS
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
-from mamba3_nplr.training import comparison
 from mamba3_nplr.training import run as running
 from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.batches import FreshBatches
 from mamba3_nplr.training.checkpoints import is_whole, last_whole_checkpoint
-from mamba3_nplr.training.finite import NotFiniteError, first_not_finite
+from mamba3_nplr.training.finite import first_not_finite
 from mamba3_nplr.training.resume import find_checkpoint, find_last
 from mamba3_nplr.training.trainer import ResumableTrainer
 
@@ -384,41 +383,6 @@ def test_the_log_goes_to_tensorboard(tmp_path):
     for path in (tmp_path / "run").rglob("events.out.*"):
         tags |= set(EventAccumulator(str(path)).Reload().Tags()["scalars"])
     assert {"train/loss", "train/grad_norm", "eval/final_accuracy", "test/20_final_accuracy"} <= tags
-
-
-def test_compare_trains_each_and_reports(tmp_path, capsys):
-    arguments = ["compare", "--models", "mamba3", "nplr", *WORDS, f"--out={tmp_path / 'out'}"]
-    program.main(arguments)
-    text = capsys.readouterr().out
-    assert "| model | parameters | length 8 | length 20 |" in text and "| chance |" in text and "evaluate" in text
-    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    comparison.main([str(tmp_path / "out" / "comparison.json"), str(tmp_path / "again.png")])
-    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "out" / "comparison.png").read_bytes()
-    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert list(written) == ["mamba3", "nplr"]
-    for name in written:
-        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / name)
-        assert model.config.reflection_rank == (name == "nplr")
-    weights = (tmp_path / "out" / "nplr" / "model.safetensors").stat().st_mtime_ns
-    before = log_of(tmp_path / "out" / "nplr")
-    program.main(arguments)  # finds both finished
-    assert log_of(tmp_path / "out" / "nplr") == before
-    assert (tmp_path / "out" / "nplr" / "model.safetensors").stat().st_mtime_ns >= weights
-
-
-def test_compare_goes_on_where_one_model_fails(tmp_path, monkeypatch, capsys):
-    def fail(trainer):
-        if trainer.model.config.reflection_rank == 0:
-            raise NotFiniteError("Step 2")
-
-    monkeypatch.setattr(ResumableTrainer, "training_step", call_at_step(2, fail))
-    program.main(["compare", "--models", "mamba3", "nplr", *WORDS, f"--out={tmp_path / 'out'}"])
-    assert "| mamba3 | not finite |" in capsys.readouterr().out
-
-
-def test_compare_names_its_own_folders(capsys):
-    assert stopped(["compare", "--models", "nplr", "--output_dir=x"]) == 2
-    assert "--output_dir cannot be given to compare" in capsys.readouterr().err
 
 
 def flip(path, position=-1):
