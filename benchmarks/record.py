@@ -3,7 +3,6 @@
 import argparse
 import functools
 import os
-import platform
 import shlex
 import sys
 from pathlib import Path
@@ -44,20 +43,8 @@ def command() -> str:
 
 @functools.cache  # files may change while a benchmark runs: it ran with those of its start
 def measured_on() -> dict[str, str | int | None]:
-    """Versions, revision and processor; `threads` are those of torch in this process."""
+    """Versions, revision and processor."""
     return environment() | {
-        "processor": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
     }
-
-
-def processor() -> str | None:
-    """The name that the processor gives itself; Linux does not know it of every kind."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or None

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.training.record import MATHEMATICS
 
 HERE = Path(__file__).parent
 
@@ -56,10 +57,12 @@ FILES = {
 
 
 def read_runs() -> dict[tuple[str, str], dict[str, list[dict]]]:
-    """All runs, by task with what was changed of it and of the model, and by model."""
+    """All runs by today's mathematics, by task with what was changed of it and of the model, and by model."""
     runs = defaultdict(lambda: defaultdict(list))
     for path in sorted((HERE / "runs").glob("*.json")):
         summary = json.loads(path.read_text(encoding="utf-8"))
+        if summary.get("mathematics", 1) != MATHEMATICS:  # those without a number are of the first
+            continue
         runs[summary["task"], changed_settings(summary)][summary["model"]].append(summary)
     return runs
 

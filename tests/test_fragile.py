@@ -18,7 +18,7 @@ from mamba3_nplr.modeling import registration
 from mamba3_nplr.modeling.families import HEADS, in_transformers, own_name
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-NAMED_TUPLE = {"_asdict", "_fields", "_replace"}  # public, for all their underscores
+PUBLIC = {"_asdict", "_exit", "_fields", "_replace"}  # for all their underscores
 OWN = {
     "_check_labels",
     "_check_num_labels",
@@ -133,7 +133,7 @@ def private_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ClassDef):
             assigned = [x for statement in node.body if isinstance(statement, ast.Assign) for x in statement.targets]
             found.update(target.id for target in assigned if isinstance(target, ast.Name))
-    return {name for name in found if PRIVATE.fullmatch(name)} - NAMED_TUPLE - OWN
+    return {name for name in found if PRIVATE.fullmatch(name)} - PUBLIC - OWN
 
 
 def files_by_name() -> dict[str, list[str]]:

@@ -31,14 +31,14 @@ class FailedRunsError(Exception):
 
 
 @contextmanager
-def exit_with_sentence() -> Iterator[None]:
-    """What a user or a machine may cause ends the program with a sentence; anything else is a mistake, and a trace."""
+def exit_with_sentence(program: str = "train_hf.py") -> Iterator[None]:
+    """What a user or a machine may cause ends a program with a sentence; anything else is a mistake, and a trace."""
     try:
         yield
     except UsageError as error:
-        sys.exit(exit_with(f"train_hf.py: error: {error}", 2))
+        sys.exit(exit_with(f"{program}: error: {error}", 2))
     except (NotFiniteError, CheckpointError, UploadError, FailedRunsError) as error:
-        sys.exit(exit_with(f"train_hf.py: {error}", 1))
+        sys.exit(exit_with(f"{program}: {error}", 1))
     except StoppedError as stopped:
         sys.exit(exit_with(str(stopped), stopped.code))
     except OSError as error:
@@ -46,7 +46,7 @@ def exit_with_sentence() -> Iterator[None]:
         if error.errno is None:
             raise
         advice = "Once that is fixed, give the same command again; a run resumes with --resume_from_checkpoint."
-        sys.exit(exit_with(f"train_hf.py: {error}. {advice}", 1))
+        sys.exit(exit_with(f"{program}: {error}. {advice}", 1))
 
 
 def exit_with(message: str, code: int) -> int:

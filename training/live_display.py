@@ -54,16 +54,20 @@ class LiveDisplay:
 
 
 def lines_of(jobs: list["Job"], room: int) -> list[str]:
-    """A line for each job or, where there is no room, for each that runs or has failed, and the number of others."""
-    width = max(len(job.name) for job in jobs)
+    """A line for each job or, where there is no room, for those that matter most, and the number of others."""
+    if not jobs:
+        return []
     shown = jobs
     if len(jobs) > room:
-        shown = [job for job in jobs if job.is_running or job.stage == "failed"][: room - 1]
+        # Those that run, that have failed, and that were done last.
+        ranked = sorted(jobs, key=lambda job: (job.is_running, job.stage == "failed", job.ended or 0), reverse=True)
+        matter = [job for job in ranked if job.stage != "waiting"][: max(1, room - 1)]
+        shown = [job for job in jobs if job in matter]
+    width = max(len(job.name) for job in shown)
     lines = [f"{job.name:<{width}}  {describe(job)}" for job in shown]
-    others = [job for job in jobs if job not in shown]
+    others = [job.stage for job in jobs if job not in shown]
     if others:
-        stages = dict.fromkeys(job.stage for job in others)
-        lines.append(", ".join(f"{sum(job.stage == stage for job in others)} {stage}" for stage in stages))
+        lines.append(", ".join(f"{others.count(stage)} {stage}" for stage in dict.fromkeys(others)))
     return lines
 
 

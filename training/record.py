@@ -15,6 +15,10 @@ from ..modeling.hub.atomic_files import write_atomically
 from .arguments import TrainingRun
 
 RUN, RESULTS, CARD_FILE, PLOT = "run.json", "results.json", "README.md", "results.png"
+# By which mathematics a run is made. The number is raised by whatever changes what the same command finds, but for
+# rounding: the equations of a model, its first weights, what a task draws or measures, presets, the order of batches.
+# Faster code for the same equations is no such change. A run of another number is not resumed, and not in the tables.
+MATHEMATICS = 1
 PACKAGES = ("mamba3_nplr", "torch", "transformers", "accelerate", "safetensors", "numpy")
 
 
@@ -25,12 +29,28 @@ def write_json(path: Path, content: dict) -> None:
     write_atomically(path, lambda part: part.write_text(text + "\n", encoding="utf-8"))
 
 
-def environment() -> dict[str, str]:
-    """Versions of what computes the results."""
+def environment() -> dict[str, str | int | None]:
+    """Versions of what computes the results, and what it runs on; `threads` are those of torch in this process."""
     # The metadata of torch do not always tell its build, such as +cpu.
     versions = {name: version(name) for name in PACKAGES} | {"torch": torch.__version__}
-    machine = f"{platform.system()} {platform.machine()}"
-    return {"python": platform.python_version(), **versions, "machine": machine, "git": git_revision()}
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "git": git_revision(),
+    }
+
+
+def processor() -> str | None:
+    """The name that the processor gives itself; Linux does not know it of every kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or None
 
 
 def git_revision() -> str | None:
@@ -50,7 +70,12 @@ def git_revision() -> str | None:
 
 def run_settings(run: TrainingRun) -> dict:
     """The settings of a run; `--config` reads them."""
-    return {"arguments": run.arguments, "command": command(run), "environment": environment()}
+    return {
+        "arguments": run.arguments,
+        "command": command(run),
+        "mathematics": MATHEMATICS,
+        "environment": environment(),
+    }
 
 
 def command(run: TrainingRun) -> str:
@@ -62,10 +87,11 @@ def command(run: TrainingRun) -> str:
     return shlex.join(words)
 
 
-def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int, float]) -> dict:
+def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int, float], seconds: float | None) -> dict:
     """
     Args:
         losses: The mean loss since the entry before, by the number of updates.
+        seconds: Of the training, without the tests.
     """
     return {
         "task": run.task_name,
@@ -80,6 +106,8 @@ def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int,
         "logged_losses": list(losses.values()),
         "metric": run.task.main_metric,
         "results": results,
+        "seconds": None if seconds is None else round(seconds, 1),
         "command": command(run),
+        "mathematics": MATHEMATICS,
         "environment": environment(),
     }

@@ -8,7 +8,7 @@ from ..modeling.hub.contents import damaged_files, describe_damage, has_checksum
 from .arguments import TrainingRun
 from .checkpoints import all_checkpoints, last_whole_checkpoint
 from .command_line import LAST
-from .record import CARD_FILE, PLOT, RESULTS, RUN
+from .record import CARD_FILE, MATHEMATICS, PLOT, RESULTS, RUN
 from .usage import UsageError
 
 # What a user may have in a folder before the run, and would lose.
@@ -44,8 +44,14 @@ def find_checkpoint(run: TrainingRun) -> str | None:
             )
     if not has_checksums(checkpoint):
         print(f"{checkpoint} is of an earlier version: only the sizes of its files were compared.", file=sys.stderr)
-    earlier = json.loads((checkpoint / RUN).read_text(encoding="utf-8"))["arguments"]
-    differences = run.differences(earlier)
+    earlier = json.loads((checkpoint / RUN).read_text(encoding="utf-8"))
+    mathematics = earlier.get("mathematics", 1)  # which runs before the number was recorded had
+    if mathematics != MATHEMATICS:
+        raise UsageError(
+            f"{checkpoint} was made by other mathematics ({mathematics}, now {MATHEMATICS}; training/record.py says "
+            "what that is). Give another --output_dir, or delete it."
+        )
+    differences = run.differences(earlier["arguments"])
     if differences:
         raise UsageError(f"{checkpoint} comes from a run with other settings ({'; '.join(differences)}).")
     return str(checkpoint)

@@ -100,13 +100,13 @@ def train_alone(run: TrainingRun, checkpoint: str | None, cores: int | None) -> 
 
 
 def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) -> dict:
-    args, model = run.args, trainer.model
+    args, model, seconds = run.args, trainer.model, trainer.seconds()
     tell(stage="testing")
     results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
     trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
     saved = trainer.save_finished()
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    summary = record.summary(run, model, results, losses)
+    summary = record.summary(run, model, results, losses, seconds)
     if args.process_index == 0:
         write_results(run, trainer, summary, repository, saved)
         if repository:

@@ -60,13 +60,22 @@ class SideBySide:
         share_last: Whether to start all that are left once they are fewer than twice as many: they then share the
             cores to the end, where else the last ones would leave some of them idle.
         display: To be shown all jobs now and then.
+        when_done: Called with a job that has ended well.
     """
 
-    def __init__(self, jobs: list[Job], at_once: int, display: LiveDisplay, share_last: bool = False):
+    def __init__(
+        self,
+        jobs: list[Job],
+        at_once: int,
+        display: LiveDisplay,
+        share_last: bool = False,
+        when_done: Callable[[Job], object] | None = None,
+    ):
         self.jobs = jobs
         self.at_once = at_once
         self.display = display
         self.share_last = share_last
+        self.when_done = when_done
         self.processes: dict[int, tuple[Job, multiprocessing.Process]] = {}  # by the pipes through which they tell
         self.places: dict[int, int] = {}  # the places that are taken, by the same
         self.unread: dict[int, bytes] = {}
@@ -130,6 +139,8 @@ class SideBySide:
         job.ended = time.monotonic()
         if code == 0:
             job.stage = "done"
+            if self.when_done:
+                self.when_done(job)
         elif self.stopped and code in (128 + signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL):
             job.stage = "stopped"
         else:

@@ -6,8 +6,8 @@ import torch
 from transformers import TrainingArguments
 
 # Tokens of a pass times parameters of the model that are worth another thread. Threads wait for each other at every
-# operator, which costs about 3 ms a step where cores are free: at the S5 shape (3.3e8) one thread takes 66 ms and two 36
-# (results/busy.json), so a second one saves nothing below about 2e7, and a third of the time from here on.
+# operator, which costs about 3 ms a step where cores are free: at the S5 shape (3.3e8) one thread takes 66 ms and two
+# take 36 (results/busy.json), so a second one saves nothing below about 2e7, and a third of the time from here on.
 WORK_OF_A_THREAD = 80_000_000
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class ResumableTrainer(Trainer):
         self.record = record
         self.step_loss = None
         self.saving = False
+        self.started, self.seconds_before = time.monotonic(), 0.0
         if self.pop_callback(ProgressCallback):
             self.add_callback(ProgressBar())
 
@@ -89,7 +91,7 @@ class ResumableTrainer(Trainer):
     def _save_rng_state(self, output_dir):
         super()._save_rng_state(output_dir)
         # Losses since the last log entry, so that the next one is their mean in a resumed run too.
-        waiting = {"loss": float(self._tr_loss), "last_logged": self._globalstep_last_logged}
+        waiting = {"loss": float(self._tr_loss), "last_logged": self._globalstep_last_logged, "seconds": self.seconds()}
         self.loss_file(output_dir).write_text(json.dumps(waiting), encoding="utf-8")
 
     def _load_rng_state(self, checkpoint):
@@ -100,6 +102,15 @@ class ResumableTrainer(Trainer):
             self._globalstep_last_logged = waiting["last_logged"]
             # Trainer's mean at the end is over the updates of this process only.
             self._total_loss_scalar -= waiting["loss"]
+            self.seconds_before = waiting.get("seconds")  # earlier versions did not note it
+
+    def train(self, *arguments, **keywords):
+        self.started = time.monotonic()
+        return super().train(*arguments, **keywords)
+
+    def seconds(self) -> float | None:
+        """Of the training up to now, with that before a resume up to its checkpoint; None if that is not known."""
+        return None if self.seconds_before is None else self.seconds_before + time.monotonic() - self.started
 
     def loss_file(self, folder) -> Path:
         return Path(folder, f"loss_{self.args.process_index}.json")

@@ -156,10 +156,14 @@ def test_lines_of_a_terminal(tmp_path, monkeypatch):
 def test_where_there_is_no_room_for_all(tmp_path):
     jobs = [Job(f"job{number}", train, tmp_path / "log") for number in range(20)]
     for job in jobs[:12]:
-        job.stage, job.started, job.ended = "done", 0.0, 65.0
+        job.stage, job.started, job.ended = "done", 0.0, 50.0 + int(job.name[3:])
     jobs[12].stage, jobs[12].started, jobs[12].told = "training", 65.0, {"updates": 5, "total": 10, "loss": 2.0}
-    assert lines_of(jobs, 30)[0] == "job0   done in 1:05" and len(lines_of(jobs, 30)) == 20
-    assert lines_of(jobs, 8) == ["job12   50%  5 of 10 updates  loss 2", "12 done, 7 waiting"]
+    assert lines_of(jobs, 30)[0] == "job0   done in 0:50" and len(lines_of(jobs, 30)) == 20
+    running = "job12   50%  5 of 10 updates  loss 2"
+    assert lines_of(jobs, 4) == ["job10  done in 1:00", "job11  done in 1:01", running, "10 done, 7 waiting"]
+    jobs[3].stage, jobs[3].failure = "failed", "why"
+    assert lines_of(jobs, 4)[0] == f"job3   failed: why ({tmp_path / 'log'})"
+    assert lines_of([], 4) == []
 
 
 def test_the_time_left_follows_the_length_of_the_sequences():
