@@ -14,7 +14,7 @@ class IDS4Config(SequenceModelConfig):
         hidden_size (`int`, defaults to 255): Width of the input and output of a block.
         state_size (`int`, defaults to 110): Rows and columns of the matrices (s).
         chunk_elements (`int`, defaults to 8388608): Numbers in the matrices that are computed together, which bounds
-            the memory; a chunk is at least one step. It changes no result.
+            the memory; a chunk is at least one step. It changes no result beyond its rounding.
     """
 
     model_type = "input_dependent_s4"

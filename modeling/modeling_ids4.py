@@ -5,17 +5,36 @@ import math
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 
 from ..configuration.configuration_ids4 import IDS4Config
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
+from .mixers.fused_step import known_to_compiled_code, submodule
 from .mixers.ids4 import IDS4Mixer
+from .mixers.letters import Letters, find_equal_observations
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
 
 
+@known_to_compiled_code
 class IDS4Block(RecurrentBlock):
     """One mixer, which holds the residual connection and the norm too."""
 
     mixer_class = IDS4Mixer
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        letters: Letters | None = None,
+    ) -> torch.Tensor:
+        if past_key_values is not None:
+            return super().forward(hidden_states, mask, cu_seqlens, past_key_values, letters)
+        inputs, index = (hidden_states, None) if letters is None else letters
+        mixed, _ = self.mixer(self.mixer_norm(inputs), None, mask, cu_seqlens, index, keep_state=False)
+        hidden_states = hidden_states + mixed if self.residual else mixed
+        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
 
 
 class IDS4PreTrainedModel(SequencePreTrainedModel):
@@ -42,6 +61,13 @@ class IDS4Model(SequenceModel, IDS4PreTrainedModel):
     """The blocks without a head; `config.input_type` says whether they read tokens or observations."""
 
     block_class = IDS4Block
+
+    def find_letters(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> Letters | None:
+        if name != "observations" or not self.layers[0].may_take_letters():
+            return super().find_letters(name, values, mask)
+        if mask is not None:
+            values = values.masked_fill(~mask[..., None], 0.0)
+        return find_equal_observations(submodule(self, "embed_observations"), values)
 
 
 class IDS4ForSequenceClassification(SequenceClassificationMixin, IDS4PreTrainedModel):

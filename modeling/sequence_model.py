@@ -14,8 +14,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .families import HEADS, auto_class_without_package, own_name
 from .hub.self_contained import SelfContainedMixin
-from .mixers.fused_step import is_bare, is_known, submodule
-from .mixers.letters import Letters, find_letters
+from .mixers.fused_step import is_known, submodule
+from .mixers.letters import Letters, find_letters, is_unseen
 from .model_inputs import (
     check_embeddings,
     check_observations,
@@ -76,9 +76,9 @@ class RecurrentBlock(GradientCheckpointingLayer):
     def may_take_letters(self) -> bool:
         """Whether the block may be given letters, once for all tokens that are the same."""
         mixer, norm = submodule(self, "mixer"), submodule(self, "mixer_norm")
-        if not is_known(type(self)) or not is_bare(mixer, self.mixer_class) or not is_known(type(norm)):
+        if not all(is_known(type(module)) and is_unseen(module, type(module)) for module in (self, norm)):
             return False
-        return is_bare(norm, type(norm)) and mixer.may_take_letters()
+        return is_unseen(mixer, self.mixer_class) and mixer.may_take_letters()
 
 
 class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
@@ -193,7 +193,7 @@ class SequenceModel(SequencePreTrainedModel):
         batch, length = values.shape[:2]
         mask, cu_seqlens = find_sequences(batch, length, attention_mask, position_ids, cu_seqlens)
         hidden_states = self.embed(name, values, mask)
-        letters = self.find_letters(values) if name == "input_ids" else None
+        letters = self.find_letters(name, values, mask)
         past_key_values = self.prepare_cache(
             past_key_values, use_cache, batch if cu_seqlens is None else len(cu_seqlens) - 1
         )
@@ -238,10 +238,11 @@ class SequenceModel(SequencePreTrainedModel):
             values = values.masked_fill(~mask[..., None], 0.0)
         return self.embed_observations(values) if name == "observations" else values
 
-    def find_letters(self, input_ids: torch.Tensor) -> Letters | None:
+    def find_letters(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> Letters | None:
         """What the first block may take in place of each token by itself."""
-        embedding = submodule(self, "embed_tokens")
-        return find_letters(embedding, input_ids) if self.layers[0].may_take_letters() else None
+        if name != "input_ids" or not self.layers[0].may_take_letters():
+            return None
+        return find_letters(submodule(self, "embed_tokens"), values)
 
     def prepare_cache(self, cache: Cache | None, use_cache: bool | None, rows: int) -> Cache | None:
         """The given cache once checked, or a new one if the caller wants the state back."""

@@ -98,11 +98,13 @@ RELIED_ON = {
     "torch.autograd.forward_ad": {"_current_level": "tells whether forward-mode differentiation is at work"},
     "torch.nn.Module": {
         **dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), "compiled code stands aside for them"),
+        **dict.fromkeys(("_backward_hooks", "_backward_pre_hooks"), "gradients do not go past them"),
         **dict.fromkeys(("_modules", "_parameters"), "finds what it holds in less time than the attribute"),
     },
-    "torch.nn.modules.module": dict.fromkeys(
-        ("_global_forward_hooks", "_global_forward_pre_hooks"), "compiled code stands aside for them"
-    ),
+    "torch.nn.modules.module": {
+        **dict.fromkeys(("_global_forward_hooks", "_global_forward_pre_hooks"), "compiled code stands aside for them"),
+        **dict.fromkeys(("_global_backward_hooks", "_global_backward_pre_hooks"), "gradients do not go past them"),
+    },
     "ctypes": {"_CFuncPtr": "the type of a function of a library"},
     BY_REFERENCE: {"_obj": "what a function of a library was given, for its error message"},
 }

@@ -15,9 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..scan.sequences import sequence_rows
+from ..scan.sequences import SequenceRows, sequence_rows
 from ..scan.without_autocast import without_autocast
+from .fused_step import known_to_compiled_code, submodule
 from .inputs import check_mixer_inputs
+from .letters import Letters, is_unseen, take_tokens
 from .matrix_products import ScaledProduct, identity_products, running_products
 
 
@@ -28,6 +30,7 @@ class IDS4State(NamedTuple):
     exponent: torch.Tensor  # (batch, 1)
 
 
+@known_to_compiled_code
 class IDS4Mixer(nn.Module):
     """One IDS4 mixer; its parameters have the names of the public code."""
 
@@ -47,31 +50,41 @@ class IDS4Mixer(nn.Module):
         state: IDS4State | None = None,
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, IDS4State]:
+        index: torch.Tensor | None = None,
+        keep_state: bool = True,
+    ) -> tuple[torch.Tensor, IDS4State | None]:
         """
         Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
-        sequence) to the state after them. `mask` and `cu_seqlens` are those of `scan`.
+        sequence) to the state after them, which costs more than all else: without `keep_state` there is none. `mask`
+        and `cu_seqlens` are those of `scan`. With an `index` (batch, length), `hidden_states` (letters, hidden_size)
+        are those of letters, and token i is letter index[i].
         """
-        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
-        skip = hidden_states + self.D(hidden_states)
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens, index)
+        batch, length = (hidden_states if index is None else index).shape[:2]
+        skip = take_tokens(hidden_states + self.D(hidden_states), index)
         # Autocast would run the products in half precision.
         with without_autocast(hidden_states.device):
             dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-            rows = sequence_rows(mask, cu_seqlens, *hidden_states.shape[:2])
-            x = hidden_states if rows is None else rows.gather(hidden_states)
-            state = self.initial_state(x) if state is None else state
+            rows = sequence_rows(mask, cu_seqlens, batch, length)
+            if state is None:
+                state = self.initial_state(hidden_states, batch if rows is None else len(rows.lengths))
             y, exponents, product = running_products(
-                x.to(dtype),
+                product_inputs(hidden_states.to(dtype), index, rows),
                 self.A.to(dtype),
                 self.proj.weight[0].to(dtype),
                 ScaledProduct(*(part.to(dtype) for part in state)),
                 None if rows is None else rows.lengths,
                 chunk_elements=self.config.chunk_elements,
+                keep_last=keep_state,
             )
             read = torch.cat([y, exponents[..., None]], dim=-1)
             y, exponents = (read if rows is None else rows.scatter(read)).split([y.shape[-1], 1], dim=-1)
             output = self.combine(y, exponents, skip.to(dtype))
-        return output.to(hidden_states.dtype), IDS4State(*product)
+        return output.to(hidden_states.dtype), IDS4State(*product) if keep_state else None
+
+    def may_take_letters(self) -> bool:
+        """Whether nobody looks at what the map of single tokens makes of each of them."""
+        return is_unseen(submodule(self, "D"), nn.Linear)
 
     def combine(self, y: torch.Tensor, exponents: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
         """LayerNorm(C (2^e y + b) + c + skip), e (batch, length, 1) being the exponents."""
@@ -84,12 +97,20 @@ class IDS4Mixer(nn.Module):
         z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
         return z * self.norm.weight + self.norm.bias
 
-    def initial_state(self, rows: torch.Tensor) -> IDS4State:
-        """The state before the first token of each of the rows (sequences, length, hidden_size): the identity."""
-        like = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
-        return IDS4State(*identity_products(rows.shape[0], self.config.state_size, like))
+    def initial_state(self, hidden_states: torch.Tensor, rows: int | None = None) -> IDS4State:
+        """The identity for each sequence; without `rows`, each row of hidden_states is one."""
+        like = hidden_states.new_zeros((), dtype=torch.promote_types(hidden_states.dtype, torch.float32))
+        rows = hidden_states.shape[0] if rows is None else rows
+        return IDS4State(*identity_products(rows, self.config.state_size, like))
 
     def state_shapes(self, rows: int) -> IDS4State:
         """The shape of each part of a state with `rows` sequences."""
         size = self.config.state_size
         return IDS4State(h=(rows, size, size), exponent=(rows, 1))
+
+
+def product_inputs(x: torch.Tensor, index: torch.Tensor | None, rows: SequenceRows | None) -> torch.Tensor | Letters:
+    """The inputs of the products, or the letters that they are, one row for each sequence."""
+    if index is None:
+        return x if rows is None else rows.gather(x)
+    return Letters(x, index if rows is None else index.flatten()[rows.token])

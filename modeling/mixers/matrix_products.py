@@ -9,13 +9,20 @@ two rounds nothing: wherever the product itself is in range the result is the sa
 
 The matrices of a whole sequence would fill the memory (batch 64, length 64, 110 x 110: 200 MB, several times over in
 a gradient), so they are made chunk by chunk, and once more in the backward pass, which needs only the product before
-each chunk. The steps of a chunk run one after another, each for the whole batch at once.
+each chunk. The steps of a chunk run one after another, each for the whole batch at once. Tokens that are the same
+letter share one matrix: see `step_matrices`.
+
+Where nobody asks for the last product, the last steps multiply vectors instead: see `vector_products`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
+
+from .letters import Letters
+from .step_matrices import MatricesInChunks
+from .vector_products import VectorProducts, powers_of_two
 
 
 class ScaledProduct(NamedTuple):
@@ -31,70 +38,86 @@ def identity_products(batch: int, size: int, like: torch.Tensor) -> ScaledProduc
 
 
 def running_products(
-    x: torch.Tensor,
+    x: torch.Tensor | Letters,
     A: torch.Tensor,
     w: torch.Tensor,
     initial: ScaledProduct,
     lengths: torch.Tensor | None = None,
     *,
     chunk_elements: int,
-) -> tuple[torch.Tensor, torch.Tensor, ScaledProduct]:
+    keep_last: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, ScaledProduct | None]:
     """
     Args:
-        x (batch, length, d), A (d, s, s), w (s): As above, in one dtype.
+        x (batch, length, d), A (d, s, s), w (s): As above, in one dtype; x may be the letters of its tokens.
         initial: The product before the first step.
         lengths (batch): Steps of each row that count; those after them change nothing. All if None.
-        chunk_elements: Numbers in the matrices of a chunk. It changes no result.
+        chunk_elements: Numbers in the matrices of a chunk. It changes no result beyond its rounding.
+        keep_last: Whether the product after the last step is wanted.
 
     Returns:
-        p_t w (batch, length, s), the exponents e_t (batch, length), and the product after the last step. Gradients flow
-        to all but exponents.
+        v_t (batch, length, s), exponents e_t (batch, length) with P_t w = 2^e_t v_t, and the product after the last
+        step, or None. Gradients flow to all but exponents.
     """
-    size = max(1, chunk_elements // max(1, x.shape[0] * A.shape[1] ** 2))
-    y, exponents, p = RunningProducts.apply(x, A, w, initial.p, lengths, size)
+    x, index = x if isinstance(x, Letters) else (x, None)
+    if index is not None and len(x) * A[0].numel() > chunk_elements:
+        x, index = x[index], None
+    batch, length = (x if index is None else index).shape[:2]
+    size = max(1, chunk_elements // max(1, batch * A[0].numel()))
+    vectors = 0 if keep_last else steps_with_vectors(batch, length, A.shape[1], chunk_elements, w.device)
+    head, tail = split(x, index, lengths, length - vectors)
+    y, exponents, p = RunningProducts.apply(*head[:2], A, w, initial.p, head[2], size)
     exponents = initial.exponent + exponents
     last = torch.cat([initial.exponent, exponents], dim=1)[:, -1:]
-    return y, exponents, ScaledProduct(p, last)
+    if keep_last:
+        return y, exponents, ScaledProduct(p, last)
+    if vectors:
+        y_tail, exponents_tail = VectorProducts.apply(*tail[:2], A, w, p, tail[2], size)
+        y, exponents = torch.cat([y, y_tail], dim=1), torch.cat([exponents, last + exponents_tail], dim=1)
+    return y, exponents, None
 
 
-class Chunk(NamedTuple):
+def steps_with_vectors(batch: int, length: int, size: int, chunk_elements: int, device: torch.device) -> int:
     """
-    The matrices of some steps. Inputs that are equal, as those of a token in the first layer are, share one matrix: to
-    make it costs more than to multiply by it.
+    How many of the last steps multiply vectors: fewer than there are rows in a matrix, and so that the vectors of all
+    these steps, n^2 / 2 for each sequence, take no more memory than the matrices of two chunks. None on accelerators
+    and in graphs, where it cannot be looked whether a vector vanishes.
     """
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return 0
+    return min(length, size, math.isqrt(4 * chunk_elements // max(1, batch * size)))
 
-    steps: slice
-    inputs: torch.Tensor  # (distinct, d)
-    sums: torch.Tensor  # (distinct, s, s), before the activation
-    matrices: torch.Tensor  # (distinct, s, s)
-    index: torch.Tensor  # (batch, steps), which of them a step takes
-    filled: torch.Tensor | None  # (batch, steps), whether a step counts; all do if None
 
-    def unbind(self):
-        """The matrices of one step after another, (batch, s, s); identities where a step does not count."""
-        for step, index in enumerate(self.index.unbind(1)):
-            matrix = self.matrices[index]
-            if self.filled is not None:
-                eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-                matrix = torch.where(self.filled[:, step, None, None], matrix, eye)
-            yield matrix
+def split(x, index, lengths, first: int) -> tuple[tuple, tuple]:
+    """Inputs, index and lengths of the first steps, and of the others."""
+    if index is None:
+        head, tail = (x[:, :first], None), (x[:, first:], None)
+    else:
+        head, tail = (x, index[:, :first]), (x, index[:, first:])
+    if lengths is None:
+        return (*head, None), (*tail, None)
+    return (*head, lengths.clamp(max=first)), (*tail, (lengths - first).clamp(min=0))
 
 
 class RunningProducts(torch.autograd.Function):
     """p_t w, the exponents relative to the start, and the last p; one chunk in memory at a time."""
 
     @staticmethod
-    def forward(ctx, x, A, w, p, lengths, size):
+    def forward(ctx, x, index, A, w, p, lengths, size):
+        chunks = MatricesInChunks(x, index, A, lengths, size)
         starts, outputs, scales = [], [], []
-        for start in range(0, x.shape[1], size):
+        for steps in chunks.steps:
+            matrices, before = chunks.matrices(steps), None
             starts.append(p)
-            for matrix in make_chunk(x, A, lengths, start, size).unbind():
-                p, scale = rescale(p @ matrix)
-                outputs.append(p @ w)
-                scales.append(scale)
-        ctx.save_for_backward(x, A, w, lengths, *starts, *scales)
+            for step in steps:
+                p, scale = rescale(matrices.multiply(step, matrices.arrange(p, before, step)))
+                outputs.append(matrices.arrange(p @ w, step, None))
+                scales.append(matrices.arrange(scale, step, None))
+                before = step
+            p = matrices.arrange(p, before, None)
+        ctx.save_for_backward(x, index, A, w, lengths, *starts, *scales)
         ctx.size = size
-        y, exponents = x.new_zeros(*x.shape[:2], len(w)), x.new_zeros(x.shape[:2])
+        y, exponents = p.new_zeros(p.shape[0], 0, len(w)), p.new_zeros(p.shape[0], 0)
         if outputs:
             y = torch.stack(outputs, dim=1)
             exponents = -torch.log2(torch.stack(scales, dim=1)).round().cumsum(1)
@@ -104,66 +127,43 @@ class RunningProducts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_y, _, grad_p):
-        x, A, w, lengths, *kept = ctx.saved_tensors
-        chunks = range(0, x.shape[1], ctx.size)
-        starts, scales = kept[: len(chunks)], kept[len(chunks) :]
-        grad_x, grad_A, grad_w = torch.zeros_like(x), torch.zeros_like(A), torch.zeros_like(w)
-        for start, p in reversed(list(zip(chunks, starts, strict=True))):
-            chunk = make_chunk(x, A, lengths, start, ctx.size)
-            steps = chunk.steps
-            grad_matrices, grad_p, grad_w_chunk = backward_through_products(
-                chunk, p, scales[steps], w, grad_y[:, steps], grad_p
-            )
+        x, index, A, w, lengths, *kept = ctx.saved_tensors
+        chunks = MatricesInChunks(x, index, A, lengths, ctx.size)
+        starts, scales = kept[: len(chunks.steps)], kept[len(chunks.steps) :]
+        grad_w = torch.zeros_like(w)
+        for steps, p in reversed(list(zip(chunks.steps, starts, strict=True))):
+            matrices = chunks.matrices(steps)
+            grad_p, grad_w_chunk = backward_through_products(matrices, steps, p, scales, w, grad_y, grad_p)
             grad_w += grad_w_chunk
-            grad_sums = torch.ops.aten.gelu_backward(grad_matrices, chunk.sums[chunk.index]).flatten(2)
-            grad_x[:, steps] = grad_sums @ A.flatten(1).mT
-            by_input = torch.zeros_like(chunk.sums).flatten(1)
-            by_input.index_add_(0, chunk.index.flatten(), grad_sums.flatten(0, 1))
-            grad_A += (chunk.inputs.mT @ by_input).view_as(A)
-        return grad_x, grad_A, grad_w, grad_p, None, None
+            chunks.add_gradients(matrices, steps)
+        return *chunks.gradients(), grad_w, grad_p, None, None
 
 
-def backward_through_products(chunk: Chunk, p, scales, w, grad_y, grad_p):
-    """The gradients of the matrices of a chunk (batch, steps, s, s), of the product before it, and of w."""
-    matrices, products = list(chunk.unbind()), [p]
-    for matrix, scale in zip(matrices, scales, strict=True):
-        products.append((products[-1] @ matrix) * scale[:, None, None])
-    gradients, grad_w = [], torch.zeros_like(w)
-    # Backwards; what has been used goes, to make room for the gradients.
-    for gradient, scale in zip(reversed(grad_y.unbind(1)), reversed(scales), strict=True):
-        grad_w += (products.pop().mT @ gradient[..., None]).sum(0).squeeze(-1)
-        grad_p = (grad_p + gradient[..., None] * w) * scale[:, None, None]
-        gradients.append(products[-1].mT @ grad_p)
-        grad_p = grad_p @ matrices.pop().mT
-    gradients = torch.stack(gradients[::-1], dim=1)
-    if chunk.filled is not None:
-        gradients = gradients * chunk.filled[..., None, None]
-    return gradients, grad_p, grad_w
-
-
-def make_chunk(x, A, lengths, start, size) -> Chunk:
-    steps = slice(start, min(start + size, x.shape[1]))
-    piece = x[:, steps]
-    inputs, index = distinct(piece.flatten(0, 1))
-    sums = (inputs @ A.flatten(1)).unflatten(1, A.shape[1:])
-    filled = None
-    if lengths is not None:
-        filled = torch.arange(steps.start, steps.stop, device=x.device) < lengths[:, None]
-    return Chunk(steps, inputs, sums, F.gelu(sums), index.view(piece.shape[:2]), filled)
-
-
-def distinct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct rows of x (number, d), and which of them each row is; all, where a look at values would cost."""
-    if x.is_cpu and not torch.compiler.is_compiling():
-        return torch.unique(x, dim=0, return_inverse=True)
-    return x, torch.arange(len(x), device=x.device)
+def backward_through_products(matrices, steps: range, p, scales, w, grad_y, grad_p):
+    """Gives the matrices of a chunk their gradients; returns those of the product before it, and of w."""
+    products, before = [], None
+    for step in steps:
+        p = matrices.arrange(p, before, step)
+        products.append(p)  # before the step, in its order
+        p = matrices.multiply(step, p) * matrices.arrange(scales[step], None, step)[:, None, None]
+        before = step
+    grad_w, products = torch.zeros_like(w), [*products, matrices.arrange(p, before, None)]
+    before = None
+    for step in reversed(steps):
+        # What has been used goes, to make room for the gradients.
+        p, gradient = products.pop().flatten(0, 1), grad_y[:, step]
+        grad_w += p.mT @ (gradient if before is None else matrices.arrange(gradient, None, before)).flatten()
+        gradient = matrices.arrange(gradient, None, step)
+        grad_p = torch.baddbmm(
+            matrices.arrange(grad_p, before, step), gradient[..., None], w.expand(len(p) // len(w), 1, -1)
+        )
+        grad_p *= matrices.arrange(scales[step], None, step)[:, None, None]
+        matrices.add_gradient(step, products[-1], grad_p)
+        grad_p, before = matrices.multiply(step, grad_p, transposed=True), step
+    return matrices.arrange(grad_p, before, None), grad_w
 
 
 def rescale(product: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The product times a power of two for each row, and these powers (batch,)."""
-    largest = product.abs().amax((1, 2))
-    mantissa, _ = torch.frexp(largest)  # at least one half and below 1
-    # A quotient of a number and its own mantissa is a power of two exactly. What is near 0 or not finite stays.
-    usual = (largest > 4 * torch.finfo(product.dtype).tiny) & largest.isfinite()
-    scale = torch.where(usual, 2 * mantissa / largest, 1.0)
+    scale = powers_of_two(product.abs().amax((1, 2)))
     return product * scale[:, None, None], scale

@@ -185,6 +185,13 @@ def hooked(part):
     return change
 
 
+def hooked_backward(part):
+    def change(model):
+        model.get_submodule(part).register_full_backward_hook(lambda module, grad_input, grad_output: None)
+
+    return change
+
+
 class Doubled(nn.Embedding):
     def forward(self, ids):
         return 2 * super().forward(ids)
@@ -199,7 +206,8 @@ def replaced(make):
 
 
 WATCHED = {
-    **{part: hooked(part) for part in ("embed_tokens", "layers.0.mixer_norm", "layers.0.mixer")},
+    **{part: hooked(part) for part in ("embed_tokens", "layers.0", "layers.0.mixer_norm", "layers.0.mixer")},
+    **{f"{part}, backward": hooked_backward(part) for part in ("embed_tokens", "layers.0", "layers.0.mixer")},
     **{part: hooked(f"layers.0.mixer.{part}") for part in ("in_proj", "k_proj", "beta_proj")},
     "subclass": replaced(Doubled),
     "padding_idx": replaced(lambda *sizes, **kind: nn.Embedding(*sizes, padding_idx=0, **kind)),
