@@ -6,7 +6,7 @@ PYTHONS ?= python3.11 python3.13
 BENCHMARKS := busy cpu data gpu import_time models trainer
 
 .PHONY: setup test test-slow test-paths test-paths-quick test-versions fuzz campaign quality format data publish train sanity \
-	results kernels clean $(BENCHMARKS:%=benchmark-%)
+	reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
 # Made again whenever they are asked for.
 .PHONY: results/main.json results/sanity.json results/kernels.json $(BENCHMARKS:%=results/%.json)
 
@@ -86,15 +86,17 @@ results/main.json results/sanity.json: results/%.json: setup
 	$(RUN) train_hf.py compare $(COMPARE_$*) --out runs/results/$*
 	cp runs/results/$*/comparison.json $@
 
-# One run of the paper, such as results/runs/s5_generators-nplr-seed0.json, or with other settings
-# results/runs/z5-nplr-seed0-beta_bias_init-2.json OPTIONS='--model.beta_bias_init -2'. A run that was stopped
-# resumes; a file that exists is made again only after it was deleted.
+# All runs of the paper, or some, such as make reproduce RUNS='z5-*-seed0'; OPTIONS=--dry_run says how long it would take.
+# It can be stopped at any moment, and resumes.
+reproduce: setup
+	$(RUN) results/reproduce.py --runs '$(RUNS)' $(OPTIONS)
+
+# One of them, such as results/runs/s5_generators-nplr-seed0.json, or one that is not in results/runs.txt, such as
+# results/runs/z5-nplr-seed3-beta_bias_init-1.json OPTIONS='--model.beta_bias_init -1'. A file that exists is made again
+# only after it was deleted, and its folder in runs/paper.
 results/runs/%.json: | setup
-	$(RUN) train_hf.py --task $(word 1,$(subst -, ,$*)) --model $(word 2,$(subst -, ,$*)) --preset paper \
-		--seed $(subst seed,,$(word 3,$(subst -, ,$*))) --output_dir runs/paper/$* --resume_from_checkpoint \
-		$(OPTIONS)
-	mkdir -p $(@D)
-	cp runs/paper/$*/results.json $@
+	$(RUN) results/reproduce.py --runs $* --results $(@D) -- $(OPTIONS)
+	test -e $@
 
 # The pages and pictures of what is there.
 results: setup

@@ -41,7 +41,10 @@ ran with. The [other files](#the-files-of-this-folder) are listed at the end.
 FILES = {
     "README.md": ("make results", "this page; with `docs/comparison.png`"),
     "z5.png": ("make results", "the loss of the runs on Z5"),
-    "runs/TASK-MODEL-seedSEED.json": ("make results/runs/TASK-MODEL-seedSEED.json", "one run with the `paper` preset"),
+    "runs/TASK-MODEL-seedSEED.json": (
+        "make results/runs/TASK-MODEL-seedSEED.json",
+        "one run of the paper; `make reproduce` makes all",
+    ),
     "main.json": ("make results/main.json", "the comparison in the README of the repository"),
     "sanity.json": ("make results/sanity.json", "every model on short words"),
     "cpu.json": ("make results/cpu.json", "the block on a processor with each scan; with `docs/cpu.png`"),
@@ -52,6 +55,7 @@ FILES = {
     "import_time.json": ("make results/import_time.json", "the import of the package"),
     "gpu.json": ("make results/gpu.json", "the scan on a GPU, which it needs"),
     "kernels.json": ("make results/kernels.json", "registers and spills of the Triton kernels, compiled"),
+    "runs.txt": (None, "the runs that `make reproduce` works through, in order of priority"),
     "paper.json": (None, "the figures of the paper, copied by hand"),
 }
 
