@@ -143,7 +143,7 @@ def carry_out(runs: list[Run], jobs: int | None) -> None:
     ]
     stopped = SideBySide(work, at_once, LiveDisplay(), when_done=lambda job: open_runs[job.name].collect()).run()
     if stopped:
-        raise StoppedError(stopped, "Stopped, each run after a checkpoint. To resume, give the same command.")
+        raise StoppedError(stopped, "Stopped. To resume, give the same command.")
     failed = [job.name for job in work if not open_runs[job.name].is_done]
     if failed:
         raise FailedRunsError(f"{len(failed)} of {len(work)} runs failed: {', '.join(failed)}.")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import traceback
@@ -72,9 +71,10 @@ def compare_command(arguments: list[str]) -> None:
 def models_at_once(runs: list[TrainingRun], jobs: int | None) -> int:
     """How many to train at a time. Several processes of one training, or a GPU, are left to one model after another."""
     args = runs[0].args
-    if args.world_size > 1 or args.device.type != "cpu" or not set(args.report_to) <= REPORTS_OF_FORKS:
+    # Elsewhere than on Linux there is no fork, or libraries that do not survive it.
+    if args.world_size > 1 or args.device.type != "cpu" or sys.platform != "linux":
         return 1
-    if not hasattr(os, "fork"):
+    if not set(args.report_to) <= REPORTS_OF_FORKS:
         return 1
     return min(len(runs), jobs or max(1, cores() // (threads_asked_for() or 1)))
 
@@ -109,7 +109,7 @@ def train_side_by_side(runs: dict[str, TrainingRun], out: Path, at_once: int, sh
     finally:
         torch.set_num_threads(threads)
     if stopped:
-        raise StoppedError(stopped, "Stopped, each model after a checkpoint. To resume, give the same command.")
+        raise StoppedError(stopped, "Stopped. To resume, give the same command.")
     return {job.name: summary_of(job, runs[job.name]) for job in jobs}
 
 

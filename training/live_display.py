@@ -8,9 +8,10 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from .side_by_side import Job
 
+INTERVAL = 0.2  # seconds between two pictures
 PARTS = 10  # of a run, after each of which there is a plain line
 WORTH_SAYING = 3  # seconds of a stage
-UP, CLEAR_LINE, CLEAR_BELOW = "\x1b[{}A", "\x1b[K", "\x1b[J"
+UP, CLEAR_LINE, CLEAR_BELOW = "\r\x1b[{}A", "\x1b[K", "\x1b[J"
 
 
 class LiveDisplay:
@@ -23,17 +24,21 @@ class LiveDisplay:
         self.stream = sys.stdout if stream is None else stream
         self.live = self.stream.isatty() and os.environ.get("TERM") != "dumb"
         self.drawn = 0  # lines
+        self.drawn_at = -INTERVAL
         self.said: dict[str, tuple] = {}
 
     def show(self, jobs: list["Job"]) -> None:
+        if not self.live:
+            self.say_news(jobs)
+        elif time.monotonic() >= self.drawn_at + INTERVAL:
+            self.draw(jobs)
+
+    def finish(self, jobs: list["Job"]) -> None:
+        """The last state of all of them stays."""
         if self.live:
             self.draw(jobs)
         else:
             self.say_news(jobs)
-
-    def finish(self, jobs: list["Job"]) -> None:
-        """The last state of all of them stays."""
-        self.show(jobs)
         self.drawn = 0
 
     def draw(self, jobs: list["Job"]) -> None:
@@ -42,7 +47,7 @@ class LiveDisplay:
         up = UP.format(self.drawn) if self.drawn else ""
         self.stream.write(up + "".join(f"{line}{CLEAR_LINE}\n" for line in lines) + CLEAR_BELOW)
         self.stream.flush()
-        self.drawn = len(lines)
+        self.drawn, self.drawn_at = len(lines), time.monotonic()
 
     def say_news(self, jobs: list["Job"]) -> None:
         for job in jobs:

@@ -72,7 +72,7 @@ class TellProgress(TrainerCallback):
         now, step = time.monotonic(), state.global_step
         self.left.add(step - 1, now - self.before)
         self.before = now
-        if now < self.told + INTERVAL and step < state.max_steps:
+        if now < self.told + INTERVAL and step < state.max_steps and not self.stop.stopped:
             return
         speed = (step - self.told_step) / max(now - self.told, 1e-9)
         self.told, self.told_step = now, step

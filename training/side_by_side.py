@@ -110,7 +110,7 @@ class SideBySide:
         pipe, end_of_child = os.pipe()
         place = min(set(range(len(self.places) + 1)) - set(self.places.values()))
         process = multiprocessing.get_context("fork").Process(
-            target=work_in_child, args=(job, place, end_of_child, os.getpid()), name=job.name
+            target=work_in_child, args=(job, place, end_of_child, [pipe, *self.processes], os.getpid()), name=job.name
         )
         process.start()
         os.close(end_of_child)  # so that the pipe ends with the child
@@ -168,8 +168,10 @@ class SideBySide:
             process.kill() if at_once else process.terminate()
 
 
-def work_in_child(job: Job, place: int, pipe: int, parent: int) -> None:
+def work_in_child(job: Job, place: int, pipe: int, ends_of_parent: list[int], parent: int) -> None:
     """What the process of a job does."""
+    for end in ends_of_parent:  # which would seem to be listened to for as long as this process lives
+        os.close(end)
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     # Ctrl-C goes to all processes of a terminal: the parent hands it on, once.

@@ -129,7 +129,7 @@ def test_lines_without_a_terminal(tmp_path):
 def screen(written, width):
     """What a terminal shows in the end, line by line, of what was written to it."""
     lines, row = {}, 0
-    for sequence, number, text in re.findall(r"\x1b\[((\d*)[AKJ])|([^\x1b]+)", written):
+    for sequence, number, text in re.findall(r"\x1b\[((\d*)[AKJ])|([^\x1b]+)", re.sub("\r(?!\n)", "", written)):
         if sequence.endswith("A"):
             row -= int(number)
         elif sequence == "J":
