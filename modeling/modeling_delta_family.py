@@ -10,18 +10,25 @@ from transformers import initialization as init
 from ..configuration.configuration_delta_family import DeltaFamilyConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
 from .mixers.delta import DeltaMixer
-from .scan.dispatch import check_backend_name
+from .mixers.joined_projections import project_joined
+from .mixers.swiglu_cpu import swiglu_cpu
+from .scan.dispatch import check_backend_name, choose_backend
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel, make_norm
 
 
 class SwiGLU(nn.Module):
     def __init__(self, config: DeltaFamilyConfig):
         super().__init__()
+        self.config = config
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if choose_backend(self.config.scan_backend, x.device) == "cpu":
+            joined = project_joined(self, ["gate_proj", "up_proj"], x)
+            if joined is not None:
+                return self.down_proj(swiglu_cpu(joined))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -21,10 +21,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..scan.definition import ScanState
-from ..scan.dispatch import scan, scan_vector_dtype
-from ..scan.sequences import sequence_rows
+from ..scan.dispatch import choose_backend, scan, scan_vector_dtype
+from ..scan.sequences import sequence_rows, token_order
+from .delta_backends import DELTA_BACKENDS
+from .delta_cpu import COLUMNS, DeltaWeights
+from .fused_step import has_plain_parameters, is_bare, submodule
 from .inputs import check_mixer_inputs
+from .joined_projections import project
 from .short_convolution import short_convolution
+
+
+KEY_EPSILON = 1e-6  # added to the square of the length of queries and keys, which it divides
 
 
 class DeltaState(NamedTuple):
@@ -63,6 +70,9 @@ class DeltaMixer(nn.Module):
             self.g_proj = nn.Linear(hidden, values, bias=False)
         self.o_norm = nn.RMSNorm(config.head_value_dim, eps=config.norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
+        # In the order that compiled mixers want them in.
+        gate, decay = ["g_proj"] * config.use_output_gate, ["a_proj"] * config.use_decay
+        self.projections = ["q_proj", "k_proj", "v_proj", *gate, "b_proj", *decay]
 
     def forward(
         self,
@@ -78,6 +88,41 @@ class DeltaMixer(nn.Module):
         """
         mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else DeltaState(*state)
+        mix = DELTA_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
+        if mix is None or not self.has_bare_norm():
+            y, state = self.mix(hidden_states, state, mask, cu_seqlens)
+        else:
+            sequences = token_order(mask, cu_seqlens, *hidden_states.shape[:2])
+            y, state = mix(
+                project(self, self.projections, hidden_states, COLUMNS),
+                self.weights(),
+                state,
+                sequences,
+                gated=self.config.use_output_gate,
+                beta_max=float(self.config.beta_max),
+                key_epsilon=KEY_EPSILON,
+                epsilon=self.o_norm.eps,
+            )
+        return self.o_proj(y.to(hidden_states.dtype)), DeltaState(*state)
+
+    def has_bare_norm(self) -> bool:
+        """Whether compiled code, which calls no modules, may stand for the output norm."""
+        norm = submodule(self, "o_norm")
+        shape = (self.config.head_value_dim,)
+        return is_bare(norm, nn.RMSNorm) and has_plain_parameters(norm) and norm.normalized_shape == shape
+
+    def weights(self) -> DeltaWeights:
+        """The parameters that are not projections, for backends that take them in one piece."""
+        A_log, dt_bias = (self.A_log, self.dt_bias) if self.config.use_decay else (None, None)
+        conv_weight = self.conv_weight() if self.config.conv_size else None
+        return DeltaWeights(conv_weight, A_log, dt_bias, self.o_norm.weight)
+
+    def conv_weight(self) -> torch.Tensor:
+        """(channels, width) of the convolution of queries, keys and values."""
+        return torch.cat([conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
+
+    def mix(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, DeltaState]:
+        """All but the output projection, by the scan: (batch, length, heads * value size)."""
         q, k, v, tokens = self.queries_keys_values(hidden_states, state, mask, cu_seqlens)
         beta, log_decay = self.gates(hidden_states)
         length, steps = beta.shape[1:3]
@@ -97,10 +142,14 @@ class DeltaMixer(nn.Module):
             backend=self.config.scan_backend,
         )
         y = y.unflatten(1, (length, steps))[:, :, -1].to(beta.dtype)  # (batch, length, heads, value size)
-        y = F.rms_norm(y, y.shape[-1:], self.o_norm.weight.to(y.dtype), self.o_norm.eps).flatten(-2)
+        if is_bare(self.o_norm, nn.RMSNorm):  # whose weight may be of half precision
+            y = F.rms_norm(y, y.shape[-1:], self.o_norm.weight.to(y.dtype), self.o_norm.eps)
+        else:
+            y = self.o_norm(y)
+        y = y.flatten(-2)
         if self.config.use_output_gate:
             y = y * F.silu(self.g_proj(hidden_states).to(y.dtype))
-        return self.o_proj(y.to(hidden_states.dtype)), DeltaState(scanned.h, tokens)
+        return y, DeltaState(scanned.h, tokens)
 
     def queries_keys_values(self, hidden_states, state, mask, cu_seqlens):
         """
@@ -112,9 +161,8 @@ class DeltaMixer(nn.Module):
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         tokens = state.tokens
         if self.config.conv_size:
-            weights = [conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]
             rows = sequence_rows(mask, cu_seqlens, *x.shape[:2])
-            x, tokens = short_convolution(x, torch.cat(weights).to(x.dtype), tokens.to(x.dtype), rows)
+            x, tokens = short_convolution(x, self.conv_weight().to(x.dtype), tokens.to(x.dtype), rows)
         q, k, v = F.silu(x).split(self.split_sizes, dim=-1)
         heads, steps = self.config.num_heads, self.config.num_householder
         q = normalise(q.unflatten(-1, (heads, -1))) * self.config.head_key_dim**-0.5
@@ -155,4 +203,4 @@ class DeltaMixer(nn.Module):
 
 def normalise(x: torch.Tensor) -> torch.Tensor:
     """Vectors of length one, shorter where x is near 0."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + KEY_EPSILON)

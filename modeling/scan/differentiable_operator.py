@@ -74,7 +74,12 @@ class DifferentiableOperator(ABC):
         def differentiate(ctx, *gradients):
             saved = ctx.saved_tensors  # read once: gradient checkpointing gives them away only once
             inputs, kept = saved[: len(self.given)], saved[len(self.given) :]
-            found = iter(gradient(*gradients[: -len(kept)], *kept, *inputs, *ctx.options))
+            # Nobody asks for those of what is only kept, which are None.
+            of_results = [
+                inputs[0].new_zeros(shape, dtype=dtype) if given is None else given
+                for given, (shape, dtype) in zip(gradients, ctx.results, strict=False)
+            ]
+            found = iter(gradient(*of_results, *kept, *inputs, *ctx.options))
             wanted = self.differentiable(dict(zip(self.given, inputs, strict=True)))
             return (*(next(found) if name in wanted else None for name in self.given), *(None for _ in self.options))
 
@@ -86,26 +91,26 @@ class DifferentiableOperator(ABC):
         name = f"{NAMESPACE}::{name}"
         return torch.library.custom_op(name, run, mutates_args=(), device_types=self.device_types, schema=schema)
 
-    def run(self, *values) -> tuple[torch.Tensor, ...]:
+    def run(self, *values) -> torch.Tensor | tuple[torch.Tensor, ...]:
         tensors, options = self.named(values)
         arguments = self.check(self.name, tensors, **options)
         results = self.make_results(tensors)
-        if tensors["order"] is not None:  # padding is not in it
+        if tensors.get("order") is not None:  # padding is not in it
             next(iter(results.values())).zero_()
         self.forward(arguments, contiguous(tensors) | results, **options)
-        return tuple(results.values())
+        return as_returned(results)
 
-    def run_without_memory(self, *values) -> tuple[torch.Tensor, ...]:
+    def run_without_memory(self, *values) -> torch.Tensor | tuple[torch.Tensor, ...]:
         tensors, _ = self.named(values)
         check_devices(*tensors.values())
-        return tuple(self.make_results(tensors).values())
+        return as_returned(self.make_results(tensors))
 
     def run_backward(self, *values) -> list[torch.Tensor]:
         for_gradient, tensors, options = self.named_for_gradient(values)
         arguments = self.check(f"{self.name}_backward", tensors, **options)
         arguments.check(self.for_gradient, for_gradient)
         gradients = self.make_gradients(tensors)
-        if tensors["order"] is not None:
+        if tensors.get("order") is not None:
             for name, gradient in gradients.items():
                 if self.given[name].shape.startswith("batch length"):
                     gradient.zero_()
@@ -125,10 +130,13 @@ class DifferentiableOperator(ABC):
         """Those that are there and not of whole numbers."""
         return {name: x for name, x in tensors.items() if x is not None and self.given[name].dtype != "int64"}
 
-    def keep(self, ctx, inputs: tuple, output: tuple[torch.Tensor, ...]) -> None:
-        """What the gradient takes beside those of the results."""
+    def keep(self, ctx, inputs: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """What the gradient takes beside those of the results, and what they are like."""
+        output = output if isinstance(output, tuple) else (output,)
         kept = [x for name, x in zip(self.for_gradient, output, strict=True) if not name.startswith("grad_")]
         ctx.save_for_backward(*inputs[: len(self.given)], *kept)
+        ctx.results = [(x.shape, x.dtype) for x in output[: len(output) - len(kept)]]
+        ctx.set_materialize_grads(False)  # zeros for all that is kept would take a while
         ctx.options = inputs[len(self.given) :]
 
     def named(self, values: tuple) -> tuple[Tensors, dict]:
@@ -148,6 +156,12 @@ def refuse_second_derivative(ctx, *gradients):
         "Compiled code has no second derivative. The chunkwise scan has: give scan_backend='chunkwise' in the "
         "configuration, or backend='chunkwise' to scan()."
     )
+
+
+def as_returned(results: dict[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """As an operator of torch returns them: a single one is no tuple."""
+    values = tuple(results.values())
+    return values if len(values) > 1 else values[0]
 
 
 def contiguous(tensors: Tensors) -> Tensors:

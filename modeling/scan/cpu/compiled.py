@@ -102,8 +102,8 @@ class CompiledFunction:
         """Of every call. The library returns 0, or 1 where there was not enough memory."""
         if failed:
             given = arguments[0]._obj
-            sizes = {"rows": given.rows, "heads": given.heads, "state": given.state, "channels": given.channels}
-            shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            names = ("rows", "heads", "state", "channels", "tokens", "size")
+            shown = ", ".join(f"{name}={getattr(given, name)}" for name in names if hasattr(given, name))
             raise MemoryError(f"{self.name} ran out of memory for {shown} on {given.threads} threads.")
 
     def __call__(

@@ -11,12 +11,15 @@
 #include <exception>
 #include <type_traits>
 
+#include "delta.h"
+#include "delta_parts.h"
 #include "memory.h"
 #include "mixer.h"
 #include "mixer_parts.h"
 #include "scan.h"
 #include "segment.h"
 #include "step.h"
+#include "swiglu.h"
 #include "work.h"
 
 // A library is for one type of what the projections make and take: three at once would take three times as long to
@@ -56,9 +59,23 @@ int mixer_step(const MixerStep<Inside>* a) {
         if constexpr (std::is_same_v<Element, Inside>) step(*a);
     });
 }
+int delta_forward(const Delta<Element, Inside>* delta) {
+    return failed([&] { run(*delta, true); });
+}
+int delta_backward(const Delta<Element, Inside>* delta) {
+    return failed([&] { run(*delta, false); });
+}
+int swiglu_forward(const SwiGLU<Element, Inside>* network) {
+    return failed([&] { run(*network, true); });
+}
+int swiglu_backward(const SwiGLU<Element, Inside>* network) {
+    return failed([&] { run(*network, false); });
+}
 int64_t scan_segment() { return kSegment; }
 int64_t scan_bytes() { return sizeof(Scan<Element, Inside>); }
 int64_t mixer_bytes() { return sizeof(Mixer<Element, Inside>); }
 int64_t mixer_step_bytes() { return sizeof(MixerStep<Inside>); }
+int64_t delta_bytes() { return sizeof(Delta<Element, Inside>); }
+int64_t swiglu_bytes() { return sizeof(SwiGLU<Element, Inside>); }
 void use_pool(Pool given) { pool = given; }
 }

@@ -1,0 +1,36 @@
+"""Several linear maps of one input as one matrix product, where that is all they are."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .fused_step import PLAIN_TYPES, bare_weight, has_global_hooks, submodule
+
+# With fewer tokens it takes longer to join the matrices than to multiply by each.
+FEWEST_TOKENS = 256
+
+
+def project(module: nn.Module, names: list[str], x: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+    """
+    What the submodules of these names make of x, (batch, length, size), along the last axis. Zeros may follow, up to a
+    `multiple` of some width: products of such matrices are faster.
+    """
+    joined = project_joined(module, names, x, multiple)
+    return torch.cat([getattr(module, name)(x) for name in names], dim=-1) if joined is None else joined
+
+
+def project_joined(module: nn.Module, names: list[str], x: torch.Tensor, multiple: int = 1) -> torch.Tensor | None:
+    """
+    The same by one matrix product; None where that would not be faster, or a submodule may do anything but multiply by
+    its weight. A graph that is traced calls the modules.
+    """
+    if torch.compiler.is_compiling() or has_global_hooks() or x.shape[0] * x.shape[1] < FEWEST_TOKENS:
+        return None
+    weights = [bare_weight(submodule(module, name)) for name in names]
+    if any(type(weight) not in PLAIN_TYPES for weight in weights):
+        return None
+    first = weights[0]
+    if any(weight.dtype != first.dtype or weight.device != first.device for weight in weights):
+        return None
+    rest = -sum(len(weight) for weight in weights) % multiple
+    return F.linear(x, torch.cat([*weights, first.new_zeros(rest, first.shape[1])] if rest else weights))
