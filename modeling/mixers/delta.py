@@ -25,11 +25,10 @@ from ..scan.dispatch import choose_backend, scan, scan_vector_dtype
 from ..scan.sequences import sequence_rows, token_order
 from .delta_backends import DELTA_BACKENDS
 from .delta_cpu import COLUMNS, DeltaWeights
-from .fused_step import has_plain_parameters, is_bare, submodule
+from .fused_step import has_global_hooks, has_plain_parameters, is_bare, submodule
 from .inputs import check_mixer_inputs
 from .joined_projections import project
 from .short_convolution import short_convolution
-
 
 KEY_EPSILON = 1e-6  # added to the square of the length of queries and keys, which it divides
 
@@ -70,9 +69,12 @@ class DeltaMixer(nn.Module):
             self.g_proj = nn.Linear(hidden, values, bias=False)
         self.o_norm = nn.RMSNorm(config.head_value_dim, eps=config.norm_eps)
         self.o_proj = nn.Linear(values, hidden, bias=False)
-        # In the order that compiled mixers want them in.
-        gate, decay = ["g_proj"] * config.use_output_gate, ["a_proj"] * config.use_decay
-        self.projections = ["q_proj", "k_proj", "v_proj", *gate, "b_proj", *decay]
+        self.projections = {"q_proj": keys, "k_proj": steps * keys, "v_proj": steps * values}
+        if config.use_output_gate:
+            self.projections["g_proj"] = values
+        self.projections["b_proj"] = steps * heads
+        if config.use_decay:
+            self.projections["a_proj"] = heads
 
     def forward(
         self,
@@ -88,28 +90,21 @@ class DeltaMixer(nn.Module):
         """
         mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
         state = self.initial_state(hidden_states, cu_seqlens) if state is None else DeltaState(*state)
-        mix = DELTA_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
-        if mix is None or not self.has_bare_norm():
-            y, state = self.mix(hidden_states, state, mask, cu_seqlens)
+        compiled = DELTA_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
+        projected = project(self, list(self.projections), hidden_states, COLUMNS)
+        if compiled is None or not self.has_bare_norm():
+            y, state = self.mix(projected, state, mask, cu_seqlens)
         else:
-            sequences = token_order(mask, cu_seqlens, *hidden_states.shape[:2])
-            y, state = mix(
-                project(self, self.projections, hidden_states, COLUMNS),
-                self.weights(),
-                state,
-                sequences,
-                gated=self.config.use_output_gate,
-                beta_max=float(self.config.beta_max),
-                key_epsilon=KEY_EPSILON,
-                epsilon=self.o_norm.eps,
-            )
+            sequences = token_order(mask, cu_seqlens, *projected.shape[:2])
+            y, state = compiled(projected, self.weights(), state, sequences, **self.options())
         return self.o_proj(y.to(hidden_states.dtype)), DeltaState(*state)
 
     def has_bare_norm(self) -> bool:
         """Whether compiled code, which calls no modules, may stand for the output norm."""
-        norm = submodule(self, "o_norm")
-        shape = (self.config.head_value_dim,)
-        return is_bare(norm, nn.RMSNorm) and has_plain_parameters(norm) and norm.normalized_shape == shape
+        norm, shape = submodule(self, "o_norm"), (self.config.head_value_dim,)
+        if has_global_hooks() or not is_bare(norm, nn.RMSNorm):
+            return False
+        return has_plain_parameters(norm) and norm.normalized_shape == shape
 
     def weights(self) -> DeltaWeights:
         """The parameters that are not projections, for backends that take them in one piece."""
@@ -117,14 +112,25 @@ class DeltaMixer(nn.Module):
         conv_weight = self.conv_weight() if self.config.conv_size else None
         return DeltaWeights(conv_weight, A_log, dt_bias, self.o_norm.weight)
 
+    def options(self) -> dict[str, bool | float]:
+        """What else such backends take."""
+        return {
+            "gated": self.config.use_output_gate,
+            "beta_max": float(self.config.beta_max),
+            "key_epsilon": KEY_EPSILON,
+            "epsilon": self.o_norm.eps,
+        }
+
     def conv_weight(self) -> torch.Tensor:
         """(channels, width) of the convolution of queries, keys and values."""
         return torch.cat([conv.weight.squeeze(1) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
 
-    def mix(self, hidden_states, state, mask, cu_seqlens) -> tuple[torch.Tensor, DeltaState]:
-        """All but the output projection, by the scan: (batch, length, heads * value size)."""
-        q, k, v, tokens = self.queries_keys_values(hidden_states, state, mask, cu_seqlens)
-        beta, log_decay = self.gates(hidden_states)
+    def mix(self, projected, state, mask, cu_seqlens) -> tuple[torch.Tensor, DeltaState]:
+        """From the projections of the input to what the output projection takes, (batch, length, heads * values)."""
+        parts = projected[..., : sum(self.projections.values())].split(list(self.projections.values()), dim=-1)
+        parts = dict(zip(self.projections, parts, strict=True))
+        q, k, v, tokens = self.queries_keys_values(projected[..., : sum(self.split_sizes)], state, mask, cu_seqlens)
+        beta, log_decay = self.gates(parts["b_proj"], parts.get("a_proj"))
         length, steps = beta.shape[1:3]
         y, scanned = scan(
             v.flatten(1, 2),
@@ -142,21 +148,20 @@ class DeltaMixer(nn.Module):
             backend=self.config.scan_backend,
         )
         y = y.unflatten(1, (length, steps))[:, :, -1].to(beta.dtype)  # (batch, length, heads, value size)
-        if is_bare(self.o_norm, nn.RMSNorm):  # whose weight may be of half precision
+        if self.has_bare_norm():  # whose weight may be of half precision
             y = F.rms_norm(y, y.shape[-1:], self.o_norm.weight.to(y.dtype), self.o_norm.eps)
         else:
             y = self.o_norm(y)
         y = y.flatten(-2)
         if self.config.use_output_gate:
-            y = y * F.silu(self.g_proj(hidden_states).to(y.dtype))
+            y = y * F.silu(parts["g_proj"].to(y.dtype))
         return y, DeltaState(scanned.h, tokens)
 
-    def queries_keys_values(self, hidden_states, state, mask, cu_seqlens):
+    def queries_keys_values(self, x, state, mask, cu_seqlens):
         """
-        q (batch, length, heads, key size), k and v (batch, length, steps, heads, key or value size), in the dtype the
-        scan reads; and the last tokens for the next convolution.
+        From their projections, q (batch, length, heads, key size), k and v (batch, length, steps, heads, key or value
+        size), in the dtype the scan reads; and the last tokens for the next convolution.
         """
-        x = torch.cat([self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)], dim=-1)
         vector_dtype = scan_vector_dtype(self.config.scan_backend, x)
         x = x.to(torch.promote_types(x.dtype, torch.float32))
         tokens = state.tokens
@@ -170,16 +175,17 @@ class DeltaMixer(nn.Module):
         v = v.unflatten(-1, (steps, heads, -1))
         return q.to(vector_dtype), k.to(vector_dtype), v.to(vector_dtype), tokens
 
-    def gates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The strength of every delta step, and the logarithm of its decay: (batch, length, steps, heads) both."""
-        heads, steps = self.config.num_heads, self.config.num_householder
-        beta = self.b_proj(hidden_states).unflatten(-1, (steps, heads))
-        beta = self.config.beta_max * beta.to(torch.promote_types(beta.dtype, torch.float32)).sigmoid()
-        if not self.config.use_decay:
+    def gates(self, b: torch.Tensor, a: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        From their projections, the strength of every delta step and the logarithm of its decay: (batch, length, steps,
+        heads) both.
+        """
+        beta = b.to(torch.promote_types(b.dtype, torch.float32)).unflatten(-1, (-1, self.config.num_heads))
+        beta = self.config.beta_max * beta.sigmoid()
+        if a is None:
             return beta, torch.zeros_like(beta)
-        rate = self.a_proj(hidden_states).to(beta.dtype)
-        log_decay = -self.A_log.to(beta.dtype).exp() * F.softplus(rate + self.dt_bias)
-        return beta, F.pad(log_decay[:, :, None], (0, 0, 0, steps - 1))
+        log_decay = -self.A_log.to(beta.dtype).exp() * F.softplus(a.to(beta.dtype) + self.dt_bias)
+        return beta, F.pad(log_decay[:, :, None], (0, 0, 0, beta.shape[2] - 1))
 
     def initial_state(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaState:
         """The state before the first token of each sequence."""

@@ -4,6 +4,6 @@ from collections.abc import Callable
 
 from .delta_cpu import delta_cpu
 
-# By the name of the scan's backend: the mixer between its projections, with the arguments and results of `delta_cpu`. It
-# runs in torch, around the scan, beside those that have no entry.
+# By the name of the scan's backend: the mixer between its projections, with the arguments and results of `delta_cpu`.
+# It runs in torch, around the scan, beside those that have no entry.
 DELTA_BACKENDS: dict[str, Callable] = {"cpu": delta_cpu}

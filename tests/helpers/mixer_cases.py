@@ -1,9 +1,12 @@
-"""Small Mamba-3 mixers, and what their operators take."""
+"""Small mixers of Mamba-3 and of the delta family, and what their operators take."""
 
 import torch
 
+from helpers.family_cases import build_case
 from helpers.model_cases import build
 from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers.delta import DeltaMixer, DeltaState
+from mamba3_nplr.modeling.mixers.joined_projections import project
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 
 
@@ -23,3 +26,20 @@ def operator_arguments(mixer, rows, length):
     k, beta = (mixer.k_proj(x), mixer.beta_proj(x)) if config.reflection_rank else (None, None)
     tensors = (mixer.in_proj(x), k, beta, *mixer.weights(), *random_state(mixer, rows, dtype), None, None)
     return [*(None if x is None else x.detach().clone() for x in tensors), *mixer.options.values()]
+
+
+def make_delta_mixer(case="gdp_everything", dtype=torch.float64, **sizes) -> DeltaMixer:
+    return build_case(case, dtype=dtype, num_hidden_layers=1, **sizes).layers[0].mixer
+
+
+def random_delta_state(mixer, rows, dtype=torch.float64) -> DeltaState:
+    return DeltaState(*(torch.randn(shape, dtype=torch.float64).to(dtype) for shape in mixer.state_shapes(rows)))
+
+
+def delta_operator_arguments(mixer, rows, length):
+    """As `operator_arguments`, for a mixer of the delta family."""
+    dtype = mixer.o_norm.weight.dtype
+    x = torch.randn(rows, length, mixer.config.hidden_size, dtype=dtype)
+    projected = project(mixer, list(mixer.projections), x)
+    tensors = (projected, *mixer.weights(), *random_delta_state(mixer, rows, dtype), None, None)
+    return [*(None if x is None else x.detach().clone() for x in tensors), *mixer.options().values()]

@@ -60,7 +60,7 @@ def test_the_mixer_is_its_equations(case):
     mixer = build_case(case).layers[0].mixer
     x = torch.randn(2, 13, 12, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
-        beta, _ = mixer.gates(x)
+        beta, _ = mixer.gates(mixer.b_proj(x), None)
         assert (beta.max() > 1.2) == (case != "deltanet_01")
     found, state = mixer(x)
     weight = torch.randn_like(found)
