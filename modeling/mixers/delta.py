@@ -25,9 +25,10 @@ from ..scan.dispatch import choose_backend, scan, scan_vector_dtype
 from ..scan.sequences import sequence_rows, token_order
 from .delta_backends import DELTA_BACKENDS
 from .delta_cpu import COLUMNS, DeltaWeights
-from .fused_step import has_global_hooks, has_plain_parameters, is_bare, submodule
+from .fused_step import has_global_hooks, has_plain_parameters, submodule
 from .inputs import check_mixer_inputs
 from .joined_projections import project
+from .letters import is_unseen
 from .short_convolution import short_convolution
 
 KEY_EPSILON = 1e-6  # added to the square of the length of queries and keys, which it divides
@@ -102,7 +103,7 @@ class DeltaMixer(nn.Module):
     def has_bare_norm(self) -> bool:
         """Whether compiled code, which calls no modules, may stand for the output norm."""
         norm, shape = submodule(self, "o_norm"), (self.config.head_value_dim,)
-        if has_global_hooks() or not is_bare(norm, nn.RMSNorm):
+        if has_global_hooks() or not is_unseen(norm, nn.RMSNorm):
             return False
         return has_plain_parameters(norm) and norm.normalized_shape == shape
 

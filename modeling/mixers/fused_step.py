@@ -43,12 +43,7 @@ def may_step(hidden_states: torch.Tensor, mask: torch.Tensor | None, cu_seqlens:
 
 def has_global_hooks() -> bool:
     """Whether somebody looks at all modules there are."""
-    return bool(
-        module_hooks._global_forward_hooks
-        or module_hooks._global_forward_pre_hooks
-        or module_hooks._global_backward_hooks
-        or module_hooks._global_backward_pre_hooks
-    )
+    return bool(module_hooks._global_forward_hooks or module_hooks._global_forward_pre_hooks)
 
 
 def is_known(kind: type[nn.Module]) -> bool:
@@ -60,12 +55,11 @@ def is_bare(module: nn.Module | None, kind: type[nn.Module]) -> bool:
     """
     Whether to call the module is to run the forward of `kind` and nothing else. A subclass may do anything (among them
     are modules with parametrizations and most quantised ones). Hooks change inputs and outputs, or fetch the weights,
-    as a `forward` put in place of the module's own does: that is how accelerate offloads. Others see gradients pass.
+    as a `forward` put in place of the module's own does: that is how accelerate offloads.
     """
-    if type(module) is not kind or not is_known(kind) or "forward" in module.__dict__:
+    if type(module) is not kind or not is_known(kind):
         return False
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return not hooks
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def submodule(module: nn.Module, name: str) -> nn.Module | None:

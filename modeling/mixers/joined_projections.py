@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .fused_step import PLAIN_TYPES, bare_weight, has_global_hooks, submodule
+from .fused_step import PLAIN_TYPES, bare_weight, submodule
+from .letters import is_seen_by_others, is_unseen
 
 # With fewer tokens it takes longer to join the matrices than to multiply by each.
 FEWEST_TOKENS = 256
@@ -24,9 +25,11 @@ def project_joined(module: nn.Module, names: list[str], x: torch.Tensor, multipl
     The same by one matrix product; None where that would not be faster, or a submodule may do anything but multiply by
     its weight. A graph that is traced calls the modules.
     """
-    if torch.compiler.is_compiling() or has_global_hooks() or x.shape[0] * x.shape[1] < FEWEST_TOKENS:
+    # First: what is traced must not depend on sizes.
+    if is_seen_by_others() or x.shape[0] * x.shape[1] < FEWEST_TOKENS:
         return None
-    weights = [bare_weight(submodule(module, name)) for name in names]
+    modules = [submodule(module, name) for name in names]
+    weights = [bare_weight(module) if is_unseen(module, nn.Linear) else None for module in modules]
     if any(type(weight) not in PLAIN_TYPES for weight in weights):
         return None
     first = weights[0]
