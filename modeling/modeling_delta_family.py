@@ -10,6 +10,7 @@ from transformers import initialization as init
 from ..configuration.configuration_delta_family import DeltaFamilyConfig
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
 from .mixers.delta import DeltaMixer
+from .mixers.fused_step import known_to_compiled_code
 from .mixers.joined_projections import project_joined
 from .mixers.swiglu_cpu import swiglu_cpu
 from .scan.dispatch import check_backend_name, choose_backend
@@ -32,6 +33,7 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@known_to_compiled_code
 class DeltaFamilyBlock(RecurrentBlock):
     """A mixer, then a SwiGLU network if configured; each reads a norm of its input and is added to it."""
 

@@ -25,10 +25,10 @@ from ..scan.dispatch import choose_backend, scan, scan_vector_dtype
 from ..scan.sequences import sequence_rows, token_order
 from .delta_backends import DELTA_BACKENDS
 from .delta_cpu import COLUMNS, DeltaWeights
-from .fused_step import has_global_hooks, has_plain_parameters, submodule
+from .fused_step import has_global_hooks, has_plain_parameters, known_to_compiled_code, submodule
 from .inputs import check_mixer_inputs
 from .joined_projections import project
-from .letters import is_unseen
+from .letters import is_unseen, take_tokens
 from .short_convolution import short_convolution
 
 KEY_EPSILON = 1e-6  # added to the square of the length of queries and keys, which it divides
@@ -41,6 +41,7 @@ class DeltaState(NamedTuple):
     tokens: torch.Tensor  # (batch, conv_size - 1, channels) queries, keys and values of the last tokens; or size 0
 
 
+@known_to_compiled_code
 class DeltaMixer(nn.Module):
     """
     One mixer of the delta family. Names and layout of its parameters are those of the layers of flash-linear-attention,
@@ -83,22 +84,30 @@ class DeltaMixer(nn.Module):
         state: DeltaState | None = None,
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, DeltaState]:
         """
         Maps (batch, length, hidden_size) to the same shape, and the state before these tokens (None at the start of a
         sequence) to the state after them. Whole sequences, pieces and single steps take this same path. `mask` and
-        `cu_seqlens` are those of `scan`; a padded position reads as 0.
+        `cu_seqlens` are those of `scan`; a padded position reads as 0. With an `index` (batch, length), `hidden_states`
+        (letters, hidden_size) are those of letters, and token i is letter index[i].
         """
-        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens)
-        state = self.initial_state(hidden_states, cu_seqlens) if state is None else DeltaState(*state)
+        mask = check_mixer_inputs(self, hidden_states, state, mask, cu_seqlens, index)
+        batch, length = (hidden_states if index is None else index).shape[:2]
+        rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        state = self.initial_state(hidden_states, rows) if state is None else DeltaState(*state)
         compiled = DELTA_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
         projected = project(self, list(self.projections), hidden_states, COLUMNS)
         if compiled is None or not self.has_bare_norm():
-            y, state = self.mix(projected, state, mask, cu_seqlens)
+            y, state = self.mix(take_tokens(projected, index), state, mask, cu_seqlens)
         else:
-            sequences = token_order(mask, cu_seqlens, *projected.shape[:2])
-            y, state = compiled(projected, self.weights(), state, sequences, **self.options())
+            sequences = token_order(mask, cu_seqlens, batch, length)
+            y, state = compiled(projected, self.weights(), state, sequences, index, **self.options())
         return self.o_proj(y.to(hidden_states.dtype)), DeltaState(*state)
+
+    def may_take_letters(self) -> bool:
+        """Whether nobody looks at what the maps of single tokens make of each of them."""
+        return all(is_unseen(submodule(self, name), nn.Linear) for name in self.projections)
 
     def has_bare_norm(self) -> bool:
         """Whether compiled code, which calls no modules, may stand for the output norm."""
@@ -188,11 +197,11 @@ class DeltaMixer(nn.Module):
         log_decay = -self.A_log.to(beta.dtype).exp() * F.softplus(a.to(beta.dtype) + self.dt_bias)
         return beta, F.pad(log_decay[:, :, None], (0, 0, 0, beta.shape[2] - 1))
 
-    def initial_state(self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> DeltaState:
-        """The state before the first token of each sequence."""
-        rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    def initial_state(self, hidden_states: torch.Tensor, rows: int | None = None) -> DeltaState:
+        """The state before the first token of each sequence; without `rows`, each row of hidden_states is one."""
+        shapes = self.state_shapes(hidden_states.shape[0] if rows is None else rows)
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        return DeltaState(*(hidden_states.new_zeros(shape, dtype=dtype) for shape in self.state_shapes(rows)))
+        return DeltaState(*(hidden_states.new_zeros(shape, dtype=dtype) for shape in shapes))
 
     def state_shapes(self, rows: int) -> DeltaState:
         """The shape of each part of a state with `rows` sequences."""

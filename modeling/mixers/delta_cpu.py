@@ -25,6 +25,9 @@ class DeltaWeights(NamedTuple):
 COLUMNS = 16
 
 TOKENS = {"projected": Argument("batch length width", "element")}
+# Those of letters, where an index says which letter each token is.
+LETTERS = {"projected": Argument("letters width", "element")}
+INDEX = {"index": Argument("batch length", "int64")}
 WEIGHTS = {
     "conv_weight": Argument("convolved conv_width", optional=True),
     "A_log": Argument("heads", optional=True),
@@ -37,13 +40,13 @@ RESULTS = ("out", "h", "last", "kept")
 
 def delta_fields() -> dict[str, type]:
     """The struct of the mixer in the C++ source, past where the sequences lie."""
-    integers = ("tokens", "width", "heads", "state", "channels", "threads", "steps", "conv_width", "gated")
+    sizes = ("tokens", "letters", "width", "heads", "state", "channels", "threads", "steps", "conv_width", "gated")
     names = (*TOKENS, *WEIGHTS, *STATES)
     gradients = [f"grad_{name}" for name in (*RESULTS[:3], *names)]
     return (
-        dict.fromkeys(integers, INTEGER)
+        dict.fromkeys(sizes, INTEGER)
         | dict.fromkeys(("beta_max", "key_epsilon", "epsilon"), NUMBER)
-        | dict.fromkeys((*names, *RESULTS, *gradients), TENSOR)
+        | dict.fromkeys((*INDEX, *names, *RESULTS, *gradients), TENSOR)
     )
 
 
@@ -62,6 +65,7 @@ class CompiledDelta(DifferentiableOperator):
     """The gated output, the state after it (h and the last tokens), and h at the start of each segment."""
 
     name = "delta_cpu"
+    projections = TOKENS
     given = TOKENS | WEIGHTS | STATES | SEQUENCES
     options = {"gated": bool, "beta_max": float, "key_epsilon": float, "epsilon": float}
     for_gradient = {
@@ -79,7 +83,8 @@ class CompiledDelta(DifferentiableOperator):
         for name, number in numbers.items():
             if not math.isfinite(number):
                 arguments.refuse(name, f"is {number}", "finite")
-        arguments.check(TOKENS, tensors)
+        arguments.check(self.projections, tensors)
+        self.check_index(arguments, tensors)
         arguments.check_sequences(tensors)
         arguments.check(STATES, tensors)
         arguments.check_together(tensors, "A_log", "dt_bias")
@@ -103,9 +108,12 @@ class CompiledDelta(DifferentiableOperator):
         sizes["slots"] = kept_slots(sizes["rows"], sizes["tokens"], steps)
         return arguments
 
+    def check_index(self, arguments: OperatorArguments, tensors: dict[str, torch.Tensor | None]) -> None:
+        """For tokens that are letters."""
+
     def make_results(self, tensors):
         projected, h0, last0 = tensors["projected"], tensors["h0"], tensors["last0"]
-        batch, length, _ = projected.shape
+        batch, length = tensors.get("index", projected).shape[:2]
         rows, heads, n, channels = h0.shape
         slots = kept_slots(rows, batch * length, delta_steps(h0, last0))
         return {
@@ -123,10 +131,24 @@ class CompiledDelta(DifferentiableOperator):
 
     def values(self, arguments: OperatorArguments) -> dict[str, int]:
         names = ("rows", "tokens", "width", "heads", "state", "channels", "steps", "conv_width")
-        return {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
+        sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
+        return sizes | {"letters": arguments.sizes.get("letters", 0)}
+
+
+class CompiledDeltaOfLetters(CompiledDelta):
+    """The same of letters, with the number of each token's letter."""
+
+    name = "delta_cpu_letters"
+    projections = LETTERS
+    given = LETTERS | WEIGHTS | STATES | SEQUENCES | INDEX
+
+    def check_index(self, arguments, tensors):
+        arguments.check(INDEX, tensors)
+        arguments.check_index("index", tensors["index"], arguments.sizes["letters"])
 
 
 delta_operator, delta_backward_operator = CompiledDelta().register()
+letters_operator, letters_backward_operator = CompiledDeltaOfLetters().register()
 
 
 def delta_cpu(
@@ -134,6 +156,7 @@ def delta_cpu(
     weights: DeltaWeights,
     state: tuple[torch.Tensor, torch.Tensor],
     sequences: TokenOrder,
+    index: torch.Tensor | None = None,
     *,
     gated: bool,
     beta_max: float,
@@ -146,6 +169,7 @@ def delta_cpu(
             `COLUMNS - 1` that nobody reads.
         state: h and the last tokens before these, a row for each sequence.
         gated: Whether there is an output gate.
+        index (batch, length): Which letter each token is; `projected` is then (letters, width).
         key_epsilon, epsilon: Of the normalisation of queries and keys, and of the output norm.
 
     Returns:
@@ -157,5 +181,9 @@ def delta_cpu(
         projected = projected.float()
     inside = torch.promote_types(projected.dtype, torch.float32)
     weights, state = ((None if x is None else x.to(inside) for x in group) for group in (weights, state))
-    out, h, last, _ = delta_operator(projected, *weights, *state, *sequences, gated, beta_max, key_epsilon, epsilon)
+    given, options = (projected, *weights, *state, *sequences), (gated, beta_max, key_epsilon, epsilon)
+    if index is None:
+        out, h, last, _ = delta_operator(*given, *options)
+    else:
+        out, h, last, _ = letters_operator(*given, index, *options)
     return out.to(dtype), (h, last)

@@ -13,7 +13,7 @@ FEWEST_TOKENS = 256
 
 def project(module: nn.Module, names: list[str], x: torch.Tensor, multiple: int = 1) -> torch.Tensor:
     """
-    What the submodules of these names make of x, (batch, length, size), along the last axis. Zeros may follow, up to a
+    What the submodules of these names make of x, (..., size), along the last axis. Zeros may follow, up to a
     `multiple` of some width: products of such matrices are faster.
     """
     joined = project_joined(module, names, x, multiple)
@@ -26,7 +26,7 @@ def project_joined(module: nn.Module, names: list[str], x: torch.Tensor, multipl
     its weight. A graph that is traced calls the modules.
     """
     # First: what is traced must not depend on sizes.
-    if is_seen_by_others() or x.shape[0] * x.shape[1] < FEWEST_TOKENS:
+    if is_seen_by_others() or x.shape[:-1].numel() < FEWEST_TOKENS:
         return None
     modules = [submodule(module, name) for name in names]
     weights = [bare_weight(module) if is_unseen(module, nn.Linear) else None for module in modules]

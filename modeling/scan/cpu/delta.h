@@ -24,8 +24,8 @@ class DeltaWorker {
     static constexpr int64_t L = kLanes<T>;
 
   public:
-    // sums: for each unit and head of it, `sums_size()` sums over tokens.
-    DeltaWorker(const Delta<S, T>& delta, double* sums)
+    // The sums may be null in the forward pass.
+    DeltaWorker(const Delta<S, T>& delta, DeltaSums<S, T>* sums)
         : a(delta),
           units(delta),
           columns(delta),
@@ -49,7 +49,8 @@ class DeltaWorker {
           along(memory.take(s.across + s.across / s.steps + L)),
           rate_raw(memory.take(padded<T>(most_tokens))),
           y_scale(memory.take(padded<T>(most_tokens))),
-          tokens(most_tokens) {
+          tokens(most_tokens),
+          sources(most_tokens) {
         load(a.norm_weight, p, weight);
     }
 
@@ -58,10 +59,12 @@ class DeltaWorker {
     void operator()(int64_t unit, bool forward_pass) {
         first = unit % units.groups() * units.heads;
         heads = std::min(units.heads, a.heads - first);
-        unit_sums = sums + unit * units.heads * sums_size();
+        const int64_t block = unit / units.groups(), start = block * units.rows_in_block;
+        if (sums) unit_sums = sums->weights.data() + unit * units.heads * sums_size();
+        T* letter_sums = sums && a.letters ? sums->letters.data() + block * a.letters * a.width : nullptr;
+        grad_projected = {a.grad_projected, letter_sums, a.width};
         for (Stream<S, T>* x : {&q, &k, &v}) x->choose_heads(first, heads);
-        const int64_t start = unit / units.groups() * units.rows_in_unit;
-        for (row = start; row < std::min(start + units.rows_in_unit, units.rows); ++row) {
+        for (row = start; row < std::min(start + units.rows_in_block, units.rows); ++row) {
             length = a.layout.length(row);
             forward_pass ? forward() : backward();
         }
@@ -72,7 +75,7 @@ class DeltaWorker {
                   std::vector<double>& conv) const {
         const int64_t first = unit % units.groups() * units.heads;
         for (int64_t i = 0; i < std::min(units.heads, a.heads - first); ++i) {
-            const double* from = sums + (unit * units.heads + i) * sums_size();
+            const double* from = sums->weights.data() + (unit * units.heads + i) * sums_size();
             for (int64_t l = 0; l < p; ++l) norm[l] += from[l];
             A_log[first + i] += from[s.p];
             dt_bias[first + i] += from[s.p + 1];
@@ -149,9 +152,9 @@ class DeltaWorker {
                 for (Stream<S, T>* x : {&q, &k, &v}) x->pass_gradients_on(heads, most_tokens);
         }
         for (int64_t i = 0; i < heads; ++i) store_state(h_of(i), a.grad_h0 + pair(i) * n * p);
+        const GradientRows<T, T> grad_last{a.grad_last0 + row * last_size(), nullptr, columns.g};
         for (Stream<S, T>* x : {&q, &k, &v})
-            for (int64_t t = 0; t < before; ++t)
-                x->store_gradient(heads, t, a.grad_last0 + row * last_size() + t * columns.g);
+            for (int64_t t = 0; t < before; ++t) x->give_gradient(heads, t, grad_last, t);
     }
 
     // Reads what is projected of the tokens from `start` on, for all heads.
@@ -160,7 +163,8 @@ class DeltaWorker {
         load_before(start);
         for (int64_t t = 0; t < s.tokens; ++t) {
             tokens[t] = a.layout.token(row, start + t);
-            const S* from = a.projected + tokens[t] * a.width;
+            sources[t] = a.source(tokens[t]);
+            const S* from = a.projected + sources[t] * a.width;
             for (Stream<S, T>* x : {&q, &k, &v}) x->load_token(from, heads, x->before + t);
             for (int64_t i = 0; i < heads; ++i) {
                 if (a.gated) load(from + columns.g + (first + i) * p, p, gate_of(i, t));
@@ -171,10 +175,12 @@ class DeltaWorker {
 
     // Has the memory of the segment after this one fetched, and what this one will write.
     FORCE_INLINE void expect_segment(int64_t start) const {
-        const int64_t next = std::min(most_tokens, length - start);
-        for (int64_t t = 0; a.grad_out && t < s.tokens; ++t) expect<true>(a.grad_projected + tokens[t] * a.width, a.width);
+        const int64_t end = std::min(start + most_tokens, length);
+        const bool of_tokens = !a.letters;  // letters are there already
+        for (int64_t t = 0; of_tokens && a.grad_out && t < s.tokens; ++t)
+            expect<true>(a.grad_projected + tokens[t] * a.width, a.width);
         if (start < 0 || start >= length) return;
-        for (int64_t t = start; t < start + next; ++t)
+        for (int64_t t = start; of_tokens && t < end; ++t)
             expect<false>(a.projected + a.layout.token(row, t) * a.width, a.width);
         a.grad_out ? expect<false>(kept_at(start, 0), heads * n * p) : expect<true>(kept_at(start, 0), heads * n * p);
     }
@@ -187,7 +193,7 @@ class DeltaWorker {
                 if (back < 0)
                     x->load_token(a.last0 + row * last_size() + (start + t) * columns.g, heads, t);
                 else
-                    x->load_token(a.projected + a.layout.token(row, back) * a.width, heads, t);
+                    x->load_token(a.projected + a.source(a.layout.token(row, back)) * a.width, heads, t);
             }
     }
 
@@ -196,7 +202,7 @@ class DeltaWorker {
         const int64_t head = first + i;
         for (int64_t t = 0; t < s.tokens; ++t) {
             q.activate(i, t, 0, s.query(t));
-            const S* from = a.projected + tokens[t] * a.width;
+            const S* from = a.projected + sources[t] * a.width;
             for (int64_t c = 0; c < s.steps; ++c) {
                 k.activate(i, t, c, s.key(t * s.steps + c));
                 v.activate(i, t, c, s.e[t * s.steps + c]);
@@ -286,10 +292,9 @@ class DeltaWorker {
     // head_sums: of A_log and dt_bias.
     void gates_back(int64_t head, double* head_sums) {
         for (int64_t t = 0; t < s.tokens; ++t) {
-            S* to = a.grad_projected + tokens[t] * a.width;
             for (int64_t c = 0; c < s.steps; ++c) {
                 const T b = s.b[t * s.steps + c], slope = b * (T(1) - b / T(a.beta_max));
-                put(s.grad_b[t * s.steps + c] * slope, to[columns.b + c * a.heads + head]);
+                grad_projected.give(s.grad_b[t * s.steps + c] * slope, sources[t], columns.b + c * a.heads + head);
             }
         }
         if (!s.decays) return;
@@ -302,7 +307,7 @@ class DeltaWorker {
         }
         T to_A_log = 0, to_bias = 0;
         for (int64_t t = 0; t < s.tokens; ++t) {
-            put(y_scale[t], a.grad_projected[tokens[t] * a.width + columns.a + head]);
+            grad_projected.give(y_scale[t], sources[t], columns.a + head);
             to_A_log += rate_raw[t];
             to_bias += y_scale[t];
         }
@@ -311,10 +316,11 @@ class DeltaWorker {
     }
 
     void write_gradients(int64_t t) {
-        S* to = a.grad_projected + tokens[t] * a.width;
-        for (Stream<S, T>* x : {&q, &k, &v}) x->store_gradient(heads, x->before + t, to);
-        for (int64_t i = 0; a.gated && i < heads; ++i) store(gate_of(i, t), p, to + columns.g + (first + i) * p);
-        if (first == 0) std::fill(to + columns.used, to + a.width, S{});
+        for (Stream<S, T>* x : {&q, &k, &v}) x->give_gradient(heads, x->before + t, grad_projected, sources[t]);
+        for (int64_t i = 0; a.gated && i < heads; ++i)
+            grad_projected.give(gate_of(i, t), p, sources[t], columns.g + (first + i) * p);
+        if (first || a.letters) return;
+        std::fill_n(a.grad_projected + sources[t] * a.width + columns.used, a.width - columns.used, S{});
     }
 
     const Delta<S, T>& a;
@@ -322,7 +328,9 @@ class DeltaWorker {
     const DeltaColumns<S, T> columns;
     const int64_t n, p, most_tokens;
     const T read_scale;
-    double *sums, *unit_sums = nullptr;
+    DeltaSums<S, T>* sums;
+    double* unit_sums = nullptr;
+    GradientRows<S, T> grad_projected{};
     int64_t row = 0, first = 0, heads = 0, length = 0;
     Buffers<T> memory;
     DeltaSegment<T> s;
@@ -330,7 +338,7 @@ class DeltaWorker {
     Stream<S, T> q, k, v;
     T *gate, *grad_out, *h, *again;  // h: in the backward pass, its gradient; again: h, as the segment is run again
     T *weight, *weight_sums, *scale, *along, *rate_raw, *y_scale;
-    std::vector<int64_t> tokens;
+    std::vector<int64_t> tokens, sources;
 };
 
 // Adds what the units found to the gradients of the weights.
@@ -349,15 +357,27 @@ void write_weight_gradients(const Delta<S, T>& a, const DeltaWorker<S, T>& worke
 }
 
 template <typename S, typename T>
+void write_letter_gradients(const Delta<S, T>& a, const std::vector<T>& sums) {
+    const int64_t size = a.letters * a.width;
+    for (int64_t i = 0; i < size; ++i) {
+        double total = 0;
+        for (int64_t block = 0; block < DeltaUnits<S, T>(a).blocks(); ++block) total += sums[block * size + i];
+        put(T(total), a.grad_projected[i]);
+    }
+}
+
+template <typename S, typename T>
 void run(const Delta<S, T>& a, bool forward) {
-    const DeltaUnits<S, T> units(a);
-    std::vector<double> sums;
-    if (!forward) sums.resize(units.count() * units.heads * DeltaWorker<S, T>(a, nullptr).sums_size());
+    DeltaSums<S, T> sums(a, forward ? 0 : DeltaWorker<S, T>(a, nullptr).sums_size());
     const int64_t work = tokens_in(a.layout) * a.steps * a.heads * a.state * a.channels;
-    in_parallel(units.count(), a.threads, work, [&] {
-        return [worker = DeltaWorker<S, T>(a, sums.data()), forward](int64_t unit) mutable { worker(unit, forward); };
+    in_parallel(DeltaUnits<S, T>(a).count(), a.threads, work, [&] {
+        return [worker = DeltaWorker<S, T>(a, forward ? nullptr : &sums), forward](int64_t unit) mutable {
+            worker(unit, forward);
+        };
     });
-    if (!forward) write_weight_gradients(a, DeltaWorker<S, T>(a, sums.data()));
+    if (forward) return;
+    write_weight_gradients(a, DeltaWorker<S, T>(a, &sums));
+    if (a.letters) write_letter_gradients(a, sums.letters);
 }
 
 }  // namespace

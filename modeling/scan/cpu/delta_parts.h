@@ -8,6 +8,7 @@
 
 #include "functions.h"
 #include "memory.h"
+#include "mixer_parts.h"
 #include "segment.h"
 #include "vectors.h"
 #include "work.h"
@@ -15,12 +16,14 @@
 // `projected` is (tokens, width) with columns q (heads, state), k (steps, heads, state), v (steps, heads, channels), with
 // a gate g (heads, channels), b (steps, heads), with a decay a (heads), and some that are not used. The convolution and
 // the last tokens of the state are of q, k and v. S is the type of what the projections make and take, T that of all
-// else. Without conv_weight there is no convolution, without A_log no decay. Gradients are written, not added.
+// else. Without conv_weight there is no convolution, without A_log no decay. Gradients are written, not added. Where
+// `letters` is not 0, `projected` is (letters, width), and token i is letter index[i].
 template <typename S, typename T>
 struct Delta {
     Layout layout;
-    int64_t tokens, width, heads, state, channels, threads, steps, conv_width, gated;
+    int64_t tokens, letters, width, heads, state, channels, threads, steps, conv_width, gated;
     double beta_max, key_epsilon, epsilon;
+    const int64_t* index;
     const S* projected;
     const T *conv_weight, *A_log, *dt_bias, *norm_weight, *h0, *last0;
     S* out;
@@ -29,6 +32,9 @@ struct Delta {
     const T *grad_h, *grad_last;
     S* grad_projected;
     T *grad_conv_weight, *grad_A_log, *grad_dt_bias, *grad_norm_weight, *grad_h0, *grad_last0;
+
+    // The row of a token in `projected`.
+    int64_t source(int64_t token) const { return letters ? index[token] : token; }
 };
 
 namespace {
@@ -43,18 +49,32 @@ FORCE_INLINE inline void expect(const X* at, int64_t count) {
 // Tokens of a segment, whose delta steps are about as many as the steps of other segments.
 inline int64_t delta_segment_tokens(int64_t steps) { return std::max<int64_t>(1, kSegment / steps); }
 
-// How the work is divided. A unit is some rows and some heads of them: it depends on the shape alone, as the order of
-// sums does.
+// How the work is divided: a unit is a block of rows and a group of heads. It depends on the shape alone, as the order of
+// sums does. Each block has sums of its own, so that there are not many; those for letters need no more memory than the
+// gradients of tokens would.
 template <typename S, typename T>
 struct DeltaUnits {
     explicit DeltaUnits(const Delta<S, T>& a) : rows(a.layout.rows), all_heads(a.heads) {
         while (heads > 1 && rows * groups() < 32) heads /= 2;
-        rows_in_unit = std::max<int64_t>(1, rows * groups() / 256);
+        rows_in_block = std::max<int64_t>(1, rows * groups() / 256);
+        if (a.tokens) rows_in_block = std::max(rows_in_block, (rows * a.letters + a.tokens - 1) / a.tokens);
     }
     int64_t groups() const { return (all_heads + heads - 1) / heads; }
-    int64_t count() const { return (rows + rows_in_unit - 1) / rows_in_unit * groups(); }
+    int64_t blocks() const { return (rows + rows_in_block - 1) / rows_in_block; }
+    int64_t count() const { return blocks() * groups(); }
 
-    int64_t rows, all_heads, heads = 16, rows_in_unit = 1;
+    int64_t rows, all_heads, heads = 16, rows_in_block = 1;
+};
+
+// What the backward pass adds up: for each unit and head of it `of_head` sums for weights, and for each block the
+// gradients of letters.
+template <typename S, typename T>
+struct DeltaSums {
+    DeltaSums(const Delta<S, T>& a, int64_t of_head)
+        : weights(DeltaUnits<S, T>(a).count() * DeltaUnits<S, T>(a).heads * of_head),
+          letters(DeltaUnits<S, T>(a).blocks() * a.letters * a.width) {}
+    std::vector<double> weights;
+    std::vector<T> letters;
 };
 
 // Where the columns of `projected` lie. Those before g are convolved.
@@ -118,9 +138,9 @@ class Stream {
             for (int64_t c = 0; c < count; ++c) store(x + row(i, t, c), size, to + at(i, c));
     }
     template <typename X>
-    void store_gradient(int64_t heads, int64_t t, X* to) const {
+    void give_gradient(int64_t heads, int64_t t, const GradientRows<X, T>& to, int64_t source) const {
         for (int64_t i = 0; i < heads; ++i)
-            for (int64_t c = 0; c < count; ++c) store(grad_x + row(i, t, c), size, to + at(i, c));
+            for (int64_t c = 0; c < count; ++c) to.give(grad_x + row(i, t, c), size, source, at(i, c));
     }
     template <typename X>
     void load_gradient(const X* from, int64_t heads, int64_t t) {

@@ -26,6 +26,7 @@ from mamba3_nplr.modeling.mixers.delta_cpu import (
     DeltaWeights,
     delta_cpu,
     delta_operator,
+    letters_operator,
 )
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
 from mamba3_nplr.modeling.scan.cpu.compiled import library as compiled_library
@@ -133,6 +134,51 @@ def test_pieces_of_any_length_are_the_whole(case):
     assert error(torch.cat(outputs, dim=1), expected) < 1e-12
     for found, part in zip(state, final, strict=True):
         assert part.numel() == 0 or error(found, part) < 1e-12
+
+
+MASK = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.6
+MASK[1] = False
+SEQUENCES = {
+    "rows": (3, 40, 3, {}),
+    "many rows": (600, 3, 600, {}),
+    "padded": (3, 40, 3, {"mask": MASK}),
+    "packed": (1, 120, 5, {"cu_seqlens": torch.tensor([0, 1, 1, 18, 50, 120])}),
+}
+
+
+@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
+@pytest.mark.parametrize("case", DELTA_CASES)
+def test_letters_change_no_result_and_no_gradient(case, backend, sequences):
+    batch, length, rows, named = SEQUENCES[sequences]
+    mixer, letters = make_delta_mixer(case), torch.randn(5, 12, dtype=torch.float64)
+    index, state = torch.randint(5, (batch, length)), random_delta_state(mixer, rows)
+    found = run(mixer, letters, state, backend, index=index, **named)
+    expected = run(mixer, letters[index], state, backend, **named)
+    by_token = expected.pop("grad_x").flatten(0, 1)
+    expected["grad_x"] = torch.zeros_like(letters).index_add(0, index.flatten(), by_token)
+    assert_close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("case", ["gdn", "deltaproduct"])
+def test_the_first_block_takes_letters(case, monkeypatch):
+    model = build_case(case, scan_backend="cpu")
+    ids, given = torch.randint(0, 11, (3, 40)), []
+    compiled = DELTA_BACKENDS["cpu"]
+
+    def mix(*arguments, **options):
+        given.append(arguments[-1])
+        return compiled(*arguments, **options)
+
+    monkeypatch.setitem(DELTA_BACKENDS, "cpu", mix)
+    found = model(ids).last_hidden_state
+    assert torch.equal(given[0], ids) and given[1:] == [None]
+    gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()))
+    embedded = model.embed_tokens(ids)
+    expected = model(inputs_embeds=embedded).last_hidden_state
+    assert error(found, expected) < 1e-12
+    for one, other in zip(gradients, torch.autograd.grad(expected.square().sum(), model.parameters()), strict=True):
+        assert error(one, other) < 1e-10
 
 
 @pytest.mark.parametrize("case", ["gdn", "deltanet", "deltaproduct", "gdp_everything"])
@@ -268,6 +314,19 @@ def test_results_do_not_depend_on_the_number_of_threads(rows):
     torch.set_num_threads(before)
     for other, (number, first) in itertools.product(results[1:], enumerate(results[0])):
         assert torch.equal(other[number], first)
+
+
+def test_sums_for_letters_do_not_depend_on_the_number_of_threads():
+    mixer = make_delta_mixer("gdn", torch.float32, num_heads=5, head_key_dim=32, head_value_dim=32)
+    projected, *rest = delta_operator_arguments(mixer, rows=40, length=30)
+    index, before, results = torch.randint(5, (40, 30)), torch.get_num_threads(), []
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        letters = projected[0, :5].clone().requires_grad_()
+        letters_operator(letters, *rest[:8], index, *rest[8:])[0].square().sum().backward()
+        results.append(letters.grad)
+    torch.set_num_threads(before)
+    assert all(torch.equal(other, results[0]) for other in results[1:])
 
 
 def operator_results(arguments):
@@ -449,7 +508,8 @@ def test_vectors_of_other_widths_give_the_same(width, tmp_path):
 SANITIZED = """
 #include <cstdio>
 template <typename S, typename T>
-static void fuzz(int64_t n, int64_t p, int64_t steps, int64_t conv, std::vector<int64_t> lengths, int64_t threads) {
+static void fuzz(int64_t n, int64_t p, int64_t steps, int64_t conv, std::vector<int64_t> lengths, int64_t threads,
+                 int64_t letters = 0) {
     Delta<S, T> a{};
     std::vector<int64_t> bounds;
     for (int64_t length : lengths) bounds.push_back(a.tokens), bounds.push_back(a.tokens += length);
@@ -465,13 +525,17 @@ static void fuzz(int64_t n, int64_t p, int64_t steps, int64_t conv, std::vector<
     std::vector<std::vector<S>> stored;
     const auto make = [&](int64_t size) { return memory.emplace_back(size, T(0.1)).data(); };
     const auto make_s = [&](int64_t size) { return stored.emplace_back(size, S{}).data(); };
-    a.projected = make_s(tokens * a.width), a.out = make_s(tokens * H * p);
+    std::vector<int64_t> index(tokens);
+    for (int64_t i = 0; i < tokens; ++i) index[i] = i % std::max<int64_t>(letters, 1);
+    a.letters = letters, a.index = index.data();
+    const int64_t sources = letters ? letters : tokens;
+    a.projected = make_s(sources * a.width), a.out = make_s(tokens * H * p);
     if (conv) a.conv_weight = make(convolved * conv), a.grad_conv_weight = make(convolved * conv);
     a.A_log = make(H), a.dt_bias = make(H), a.norm_weight = make(p), a.h0 = make(size), a.last0 = make(last);
     a.h = make(size), a.last = make(last), a.kept = make(slots * H * n * p);
     run(a, true);
     a.grad_out = make_s(tokens * H * p), a.grad_h = make(size), a.grad_last = make(last);
-    a.grad_projected = make_s(tokens * a.width), a.grad_A_log = make(H), a.grad_dt_bias = make(H);
+    a.grad_projected = make_s(sources * a.width), a.grad_A_log = make(H), a.grad_dt_bias = make(H);
     a.grad_norm_weight = make(p), a.grad_h0 = make(size), a.grad_last0 = make(last);
     run(a, false);
 }
@@ -486,6 +550,8 @@ int main() {
     for (int64_t threads : {1, 4}) {
         fuzz<float, float>(32, 32, 4, 0, {0, 1, 4, 5, 70}, threads);
         fuzz<float, float>(32, 64, 1, 4, {40, 3, 0, 200}, threads);
+        fuzz<float, float>(32, 64, 1, 4, {40, 3, 0, 200}, threads, 5);
+        fuzz<BFloat16, float>(5, 6, 2, 0, std::vector<int64_t>(300, 2), threads, 7);
         fuzz<float, float>(3, 5, 3, 7, {40, 1}, threads);
         fuzz<float, float>(1, 1, 17, 1, std::vector<int64_t>(300, 2), threads);
         fuzz<double, double>(6, 7, 2, 20, {18, 0, 5}, threads);
