@@ -2,13 +2,16 @@
 The block on a processor with each implementation of the scan, beside its floor and two blocks of transformers.
 
     python benchmarks/cpu.py [--repeats N] [--out results/cpu.json] [--plot docs/cpu.png]
+    python benchmarks/cpu.py --against REVISION
 
 All variants take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
 floor is the block in eager torch with the scan replaced by the identity, which still asks for every gradient: what
 remains are the projections and the coefficients. `floor_pruned` asks for that of u alone, so that torch skips the
-backward pass of the coefficients, and of one projection too. Peak memory is that of a pass in a process of its own.
+backward pass of the coefficients, and of one projection too. `products` are the matrix products of the block alone,
+below which no code for the rest can bring it. Peak memory is that of a pass in a process of its own.
 The process keeps the memory that it frees, as train_hf.py does; `--default_malloc` leaves that to the system, which
-costs the floor more than the compiled block.
+costs the floor more than the compiled block. With `--against` the block with the compiled mixer takes turns with that
+of another revision, as a ratio to it.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +28,7 @@ from transformers import Mamba2Config, Qwen3NextConfig
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from against import add_against, measure_against, serve
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS, Backend
@@ -49,7 +54,8 @@ NAMES = {
     "mamba2": "transformers' Mamba-2",
     "gated_delta_rule": "transformers' gated delta rule",
 }
-SCANS = ("floor", "floor_pruned", "reference", "chunkwise", "chunkwise_compiled", "cpu_scan", "cpu_fused")
+OURS = ("cpu_fused", "cpu_scan")  # drawn first
+SCANS = ("floor", "products", "floor_pruned", "reference", "chunkwise", "chunkwise_compiled", "cpu_scan", "cpu_fused")
 LENGTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
 SCALING_BATCH = 4
 
@@ -73,6 +79,37 @@ BACKENDS["cpu_scan"] = BACKENDS["cpu_fused"] = BACKENDS["cpu"]
 MIXER_BACKENDS["cpu_fused"] = MIXER_BACKENDS["cpu"]
 
 
+class MatrixProducts(torch.autograd.Function):
+    """Those of linear maps on inputs that are there: forward and, in the backward pass, both gradients."""
+
+    @staticmethod
+    def forward(ctx, x, inputs, weights):
+        ctx.inputs, ctx.weights = inputs, weights
+        ctx.outputs = [rows @ weight.T for rows, weight in zip(inputs, weights, strict=True)]
+        return ctx.outputs[-1]
+
+    @staticmethod
+    def backward(ctx, _):
+        for rows, weight, grad in zip(ctx.inputs, ctx.weights, ctx.outputs, strict=True):
+            grad @ weight, grad.T @ rows
+        return None, None, None
+
+
+class Products(torch.nn.Module):
+    """The matrix products of a block, and nothing else."""
+
+    def __init__(self, mixer):
+        super().__init__()
+        self.weights = [layer.weight.detach() for layer in mixer.modules() if isinstance(layer, torch.nn.Linear)]
+        self.inputs = []
+
+    def forward(self, x):
+        tokens = x.shape[:-1].numel()
+        if not self.inputs or len(self.inputs[0]) != tokens:
+            self.inputs = [torch.randn(tokens, weight.shape[1]) for weight in self.weights]
+        return MatrixProducts.apply(x, self.inputs, self.weights)
+
+
 def make_block(variant: str, mixer):
     """The block of a variant, with the sizes of `mixer` and, where it is the same block, its weights."""
     config = mixer.config
@@ -84,6 +121,8 @@ def make_block(variant: str, mixer):
         sizes |= {"linear_num_key_heads": config.num_heads, "linear_num_value_heads": config.num_heads}
         sizes |= {"linear_key_head_dim": config.state_size, "linear_value_head_dim": config.head_dim}
         return Qwen3NextGatedDeltaNet(Qwen3NextConfig(**sizes), layer_idx=0)
+    if variant == "products":
+        return Products(mixer)
     block = copy.deepcopy(mixer)
     block.config.scan_backend = variant.removesuffix("_compiled")
     return torch.compile(block) if variant.endswith("_compiled") else block
@@ -145,6 +184,13 @@ def print_peak_memory(shape: str, variant: str) -> None:
     print(added_memory(lambda: measure(block, x)))
 
 
+def block_of(shape: str) -> Callable[[], float]:
+    """Runs the block with the compiled mixer once, forward and backward, and returns the seconds."""
+    batch, length, fields = SHAPES[shape]
+    block, x = make_blocks(fields, ["cpu_fused"])["cpu_fused"], make_input(batch, length, fields)
+    return lambda: sum(measure(block, x))
+
+
 def compare_blocks(shape: str, repeats: int, variants: list[str]) -> dict:
     batch, length, fields = SHAPES[shape]
     results = summarise(measure_in_turns(make_input(batch, length, fields), make_blocks(fields, variants), repeats))
@@ -201,29 +247,46 @@ def draw(results: dict, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.5), width_ratios=[2, 1], layout="constrained")
     draw_ratios(left, results["blocks"])
-    right.plot(list(results["scaling"]), list(results["scaling"].values()), marker="o")
+    lengths = list(results["scaling"])
+    right.plot(lengths, list(results["scaling"].values()), marker="o")
     right.set(xscale="log", xlabel="length", ylabel="microseconds per token", ylim=(0, None))
+    right.set_xticks(lengths[::2], [f"{length:,}" for length in lengths[::2]])
+    right.minorticks_off()
     right.set_title("The compiled mixer by length")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
 def draw_ratios(axes, blocks: dict) -> None:
-    """Bars for each shape, the fastest variant first and of one colour in all of them."""
+    """Bars for each shape: ours, then the others, the fastest first; a variant has one colour in all of them."""
     names = [name for name in NAMES if any(name in found for found in blocks.values())]
     width, handles = 0.85 / len(names), []
     for number, name in enumerate(names):
         places, heights = [], []
         for shape, found in enumerate(blocks.values()):
             if name in found:
-                order = sorted(set(found) - {"floor"}, key=lambda other: found[other]["ratio_to_floor"])
+                order = sorted(set(found) & set(names), key=lambda other: (other not in OURS, ratio(found, other)))
                 places.append(shape + (order.index(name) - (len(order) - 1) / 2) * width)
-                heights.append(found[name]["ratio_to_floor"])
+                heights.append(ratio(found, name))
         handles.append(axes.bar(places, heights, width, label=NAMES[name], color=f"C{number}"))
+        if name in OURS:
+            axes.bar_label(handles[-1], fmt="%.2f", fontsize=8)
     handles.append(axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", label="floor, without a scan"))
+    limits = {shape: ratio(found, "products") for shape, found in enumerate(blocks.values()) if "products" in found}
+    if limits:
+        ends = [[shape + side * 0.47 for shape in limits] for side in (-1, 1)]
+        limit = "limit: matrix products alone"
+        handles.append(axes.hlines(list(limits.values()), *ends, color="black", linewidth=2, label=limit))
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
     axes.set(yscale="log", ylabel="forward and backward, as a ratio to the floor", title="The block on a processor")
     axes.set_xticks(range(len(blocks)), blocks)
+    axes.set_yticks([0.125 * 2**power for power in range(8)])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+
+
+def ratio(found: dict, variant: str) -> float:
+    return found[variant]["ratio_to_floor"]
 
 
 def main() -> None:
@@ -233,6 +296,7 @@ def main() -> None:
     parser.add_argument("--leave_out", nargs="+", default=[], choices=(*SCANS[1:], *PEERS), metavar="VARIANT")
     parser.add_argument("--default_malloc", action="store_true", help="do not keep memory that is freed")
     add_out(parser)
+    add_against(parser)
     parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
     parser.add_argument("--peak_memory", nargs=2, metavar=("SHAPE", "VARIANT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -241,8 +305,14 @@ def main() -> None:
         print_peak_memory(*given.peak_memory)
         return
     kept = not given.default_malloc and keep_memory()
+    if given.serve:
+        serve(block_of)
+        return
     settings = {"repeats": given.repeats, "keeps_memory": kept}
     print(heading(**settings))
+    if given.against:
+        write_results(given.out, measure_against(given.against, [(shape,) for shape in given.shapes], given.repeats))
+        return
     print("| shape | variant | forward (ms) | backward (ms) | ratio to floor | peak memory (MB) |")
     print("| --- | --- | --- | --- | --- | --- |")
     variants = [variant for variant in (*SCANS, *PEERS) if variant not in given.leave_out]

@@ -2,9 +2,11 @@
 A training step of each model of the paper, on batches of two of its tasks, as a ratio to that of Mamba-3 + NPLR.
 
     python benchmarks/models.py [--repeats N] [--models NAME ...] [--out results/models.json]
+    python benchmarks/models.py --against REVISION
 
 All models take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
-memory is what a step adds at its peak to the resident memory before it, gradients and optimiser included.
+memory is what a step adds at its peak to the resident memory before it, gradients and optimiser included. With
+`--against` each step takes turns with that of another revision, as a ratio to it.
 """
 
 import argparse
@@ -16,8 +18,10 @@ import torch
 from transformers import AutoConfig
 
 import mamba3_nplr
+from against import add_against, measure_against, serve
 from mamba3_nplr.configuration import presets
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.training.host_memory import keep_memory
 from memory import added_memory
 from record import add_out, heading, write_results
 
@@ -90,9 +94,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="turns that count (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="some of them only")
     add_out(parser)
+    add_against(parser)
     given = parser.parse_args()
+    if given.serve:
+        keep_memory()
+        serve(lambda shape, name: Trainee(name, shape).step)
+        return
     names = [REFERENCE, *(name for name in given.models if name != REFERENCE)]
     print(heading(repeats=given.repeats))
+    if given.against:
+        cases = [(shape, name) for shape in SHAPES for name in names]
+        write_results(given.out, measure_against(given.against, cases, given.repeats))
+        return
     print("| shape | model | step (ms) | ratio to NPLR | peak memory (MB) | parameters | state |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     results = {}
