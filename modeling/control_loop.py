@@ -1,10 +1,12 @@
 """A policy in a control loop: one observation in, one action out, with a state for each environment in between."""
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from .mixers.fused_step import known_method
 from .model_inputs import as_numbers
 from .recurrent_cache import LayerStates
 
@@ -16,6 +18,9 @@ class ControlLoopMixin:
     """
 
     policy_states: LayerStates | None = None
+    # What a family has to stand for a step: takes the policy, an observation and states, and returns the action and the
+    # states after it, or None where it must not.
+    compiled_step: Callable | None = None
 
     def reset(self, environments=None) -> None:
         """
@@ -84,12 +89,18 @@ class ControlLoopMixin:
         action, self.policy_states = self.next_action(observation, self.policy_states)
         return action
 
-    @torch.no_grad()
     def next_action(self, observation, states: LayerStates | None) -> tuple[torch.Tensor | np.ndarray, LayerStates]:
         """
         What `select_action` returns, and the states after it, from given states in place of the kept ones: any number
         of episodes can run side by side. None is the state before the first observation.
         """
+        compiled = None if states is None else type(self).compiled_step
+        stepped = None if compiled is None else compiled(self, observation, states)
+        return self.next_action_by_modules(observation, states) if stepped is None else stepped
+
+    @torch.no_grad()
+    def next_action_by_modules(self, observation, states: LayerStates | None):
+        """What `next_action` does, whatever it is given and whatever has been done to the policy."""
         weight = self.action_head.weight
         is_array = isinstance(observation, np.ndarray)
         # A copy: torch takes no view of an array that runs backwards, and warns of one that is read-only.
@@ -112,6 +123,7 @@ class ControlLoopMixin:
             action = action.to(observation.device, dtype)
         return action, states
 
+    @known_method
     def step(self, frames: torch.Tensor, states: LayerStates | None) -> tuple[torch.Tensor, LayerStates]:
         """Actions (batch, action_size) for frames (batch, 1, observation_size), and the states after them."""
         after = LayerStates(states or [None] * len(self.model.layers))

@@ -7,10 +7,19 @@ from torch import nn
 from transformers import initialization as init
 
 from ..configuration.configuration_mamba3_nplr import Mamba3NPLRConfig
+from .fused_policy import step_policy
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
-from .mixers.fused_step import has_plain_parameters, is_bare, known_to_compiled_code, may_step, submodule
+from .mixers.fused_step import (
+    METHODS,
+    has_plain_parameters,
+    is_bare,
+    known_method,
+    known_to_compiled_code,
+    may_step,
+    submodule,
+)
 from .mixers.mamba3 import Mamba3Mixer, RMSNorm
-from .mixers.mamba3_cpu import BlockFrame
+from .mixers.mamba3_cpu import BlockFrame, PolicyBlock
 from .scan.dispatch import check_backend_name
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
 
@@ -21,6 +30,7 @@ class Mamba3NPLRBlock(RecurrentBlock):
 
     mixer_class = Mamba3Mixer
 
+    @known_method
     def advance(self, hidden_states, state, mask, cu_seqlens, letters=None) -> tuple[torch.Tensor, tuple]:
         if letters is None and may_step(hidden_states, mask, cu_seqlens):
             mixer, frame = submodule(self, "mixer"), self.frame()
@@ -29,6 +39,13 @@ class Mamba3NPLRBlock(RecurrentBlock):
                 if stepped is not None:
                     return stepped
         return super().advance(hidden_states, state, mask, cu_seqlens, letters)
+
+    def policy_block(self, dtype: torch.dtype, rows: int) -> PolicyBlock | None:
+        """What the compiled step of a whole policy takes of this block; None if it must not stand for it."""
+        mixer, frame = submodule(self, "mixer"), self.frame()
+        if frame is None or not is_bare(mixer, Mamba3Mixer) or type(mixer).step not in METHODS:
+            return None
+        return mixer.policy_block(dtype, rows, frame)
 
     def frame(self) -> BlockFrame | None:
         """What stands around the mixer, for compiled code that takes it in one piece; None if it does not know it."""
@@ -100,3 +117,4 @@ class Mamba3NPLRForTokenClassification(TokenClassificationMixin, Mamba3NPLRPreTr
 
 class Mamba3NPLRForBehaviorCloning(BehaviorCloningMixin, Mamba3NPLRPreTrainedModel):
     base_model_class = Mamba3NPLRModel
+    compiled_step = staticmethod(step_policy)

@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .families import HEADS, auto_class_without_package, own_name
 from .hub.self_contained import SelfContainedMixin
-from .mixers.fused_step import is_known, submodule
+from .mixers.fused_step import is_known, known_method, submodule
 from .mixers.letters import Letters, find_letters, is_unseen
 from .model_inputs import (
     check_embeddings,
@@ -203,6 +203,7 @@ class SequenceModel(SequencePreTrainedModel):
             hidden_states = hidden_states.masked_fill(~mask[..., None], 0.0)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
 
+    @known_method
     def run_blocks(
         self,
         hidden_states: torch.Tensor,

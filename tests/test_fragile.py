@@ -88,12 +88,14 @@ RELIED_ON = {
     "torch": {"_C": "holds the functions below", "_higher_order_ops": "holds the loop operator below"},
     "torch._higher_order_ops.scan": {"scan": "the loop of graphs whose length stays open"},
     "torch._C": {
+        "_dynamo": "TensorGuards compares all of a list of tensors but their numbers in one call",
         "_functorch": "holds peek_interpreter_stack, which tells whether a transform of torch.func is at work",
         "_get_tracing_state": "compiled code stands aside while torch.jit.trace records operators",
         **dict.fromkeys(
             ("_len_torch_dispatch_stack", "_len_torch_function_stack"), "compiled code stands aside in modes of torch"
         ),
     },
+    "torch._C._dynamo.guards": {"TensorGuards": "tells whether tensors are still of the kind that they were"},
     "torch._C._functorch": {"peek_interpreter_stack": "tells whether a transform of torch.func is at work"},
     "torch.autograd.forward_ad": {"_current_level": "tells whether forward-mode differentiation is at work"},
     "torch.nn.Module": {

@@ -7,7 +7,7 @@ path, which leaves all of that to torch, elsewhere. Nothing is kept from one ste
 in between; to ask again takes less time than to find a module's submodules by their attributes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -30,6 +30,18 @@ def known_to_compiled_code(kind: Kind) -> Kind:
     """Decorates a class of modules that compiled code may stand for."""
     FORWARDS[kind] = kind.forward
     return kind
+
+
+# Methods that call modules in an order that compiled code may stand for; what overrides them may do anything.
+METHODS = set()
+
+Method = TypeVar("Method", bound=Callable)
+
+
+def known_method(method: Method) -> Method:
+    """Decorates such a method."""
+    METHODS.add(method)
+    return method
 
 
 def may_step(hidden_states: torch.Tensor, mask: torch.Tensor | None, cu_seqlens: torch.Tensor | None) -> bool:

@@ -26,11 +26,20 @@ from torch import nn
 from ..scan.definition import ScanState
 from ..scan.dispatch import choose_backend, scan, scan_vector_dtype, select_backend
 from ..scan.sequences import sequence_rows, token_order
-from .fused_step import are_bare_norms, bare_weight, is_bare, known_to_compiled_code, may_step, parameter, submodule
+from .fused_step import (
+    are_bare_norms,
+    bare_weight,
+    is_bare,
+    known_method,
+    known_to_compiled_code,
+    may_step,
+    parameter,
+    submodule,
+)
 from .inputs import check_mixer_inputs
 from .letters import take_tokens
 from .mamba3_backends import MIXER_BACKENDS
-from .mamba3_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights
+from .mamba3_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights, PolicyBlock, step_cpu
 from .mamba3_numbers import NUMBERS
 
 
@@ -145,6 +154,7 @@ class Mamba3Mixer(nn.Module):
             y, state = compiled.mix(projected, k, beta, self.weights(), state, sequences, index, **self.options)
         return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
 
+    @known_method
     def step(
         self, hidden_states: torch.Tensor, state: Mamba3State | None, frame: BlockFrame
     ) -> tuple[torch.Tensor, Mamba3State] | None:
@@ -159,6 +169,15 @@ class Mamba3Mixer(nn.Module):
         matrices, weights = self.bare_matrices(), self.bare_weights()
         stepped = compiled.step(hidden_states, self.sizes, matrices, weights, state, frame, **self.options)
         return None if stepped is None else (stepped[0], Mamba3State(*stepped[1]))
+
+    def policy_block(self, dtype: torch.dtype, rows: int, frame: BlockFrame) -> PolicyBlock | None:
+        """What `step` is to the step of a whole policy; None where that is not certain to be the same."""
+        compiled = MIXER_BACKENDS.get(select_backend(self.config.scan_backend, torch.device("cpu")))
+        # Whoever puts another `step` in its place means all steps.
+        if compiled is None or compiled.step is not step_cpu or not self.has_bare_norms():
+            return None
+        matrices, weights = self.bare_matrices(), self.bare_weights()
+        return compiled.policy_block(dtype, rows, self.sizes, matrices, weights, frame, **self.options)
 
     def may_take_letters(self) -> bool:
         """Whether nobody looks at what the maps of single tokens make of each of them."""

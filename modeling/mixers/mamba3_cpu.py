@@ -281,9 +281,8 @@ def step_cpu(
     x, *state = (as_read(part, dtype) for part in (x, *state))
     parts = (x, *state, *matrices, *weights, frame.weight, frame.bias)
     shapes = step_shapes(rows, sizes, frame.weight is not None, frame.bias is not None)
-    for part, shape in zip(parts, shapes, strict=True):
-        if part is not None if shape is None else not is_plain(part, dtype, shape):
-            return None
+    if not all(may_be_read(part, dtype, shape) for part, shape in zip(parts, shapes, strict=True)):
+        return None
     pointers = tuple(None if part is None else part.data_ptr() for part in parts)
     template = step_template(sizes, pointers[5:], *frame[2:], contractive, heavy_tail, a_min, epsilon)
     arguments = step_function.struct.from_buffer_copy(template)
@@ -293,6 +292,38 @@ def step_cpu(
     arguments.y, arguments.h, arguments.B, arguments.u, arguments.phase = (part.data_ptr() for part in (y, *final))
     step_function.function(dtype)(ctypes.byref(arguments))
     return y, tuple(final)
+
+
+def may_be_read(x, dtype: torch.dtype, shape: tuple[int, ...] | None) -> bool:
+    """Whether x is what compiled code takes for a tensor of this shape, or for none."""
+    return x is None if shape is None else is_plain(x, dtype, shape)
+
+
+class PolicyBlock(NamedTuple):
+    """What the compiled step of a whole policy takes of a block."""
+
+    arguments: ctypes.Structure  # those of `step_function` that stay from step to step
+    tensors: tuple[torch.Tensor, ...]  # which these arguments point to
+    state_shapes: tuple[tuple[int, ...], ...]
+
+
+def policy_block(
+    dtype: torch.dtype,
+    rows: int,
+    sizes: MixerSizes,
+    matrices: MixerMatrices,
+    weights: MixerWeights,
+    frame: BlockFrame,
+    **options,
+) -> PolicyBlock | None:
+    """As `step_cpu`, but of the weights alone, for steps of `rows` tokens in this dtype."""
+    parts = (*matrices, *weights, frame.weight, frame.bias)
+    shapes = step_shapes(rows, sizes, frame.weight is not None, frame.bias is not None)
+    if not all(may_be_read(part, dtype, shape) for part, shape in zip(parts, shapes[5:], strict=True)):
+        return None
+    pointers = tuple(None if part is None else part.data_ptr() for part in parts)
+    arguments = step_template(sizes, pointers, *frame[2:], **options)
+    return PolicyBlock(arguments, tuple(part for part in parts if part is not None), shapes[1:5])
 
 
 def as_read(x, dtype: torch.dtype):

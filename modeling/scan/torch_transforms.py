@@ -23,9 +23,13 @@ def in_forward_mode() -> bool:
 
 def is_plain_torch() -> bool:
     """Whether operators of torch would only compute, so that nobody misses those that are not called."""
+    return is_plain_without_gradients() and not torch.is_grad_enabled()  # gradients need what happens inside
+
+
+def is_plain_without_gradients() -> bool:
+    """Whether they would only compute if gradients were turned off."""
     return not (
         torch.compiler.is_compiling()  # torch.compile and torch.export trace operators
-        or torch.is_grad_enabled()  # gradients need what happens inside
         or torch.is_autocast_enabled("cpu")  # matrix products would be in another precision
         or is_watched()
         or is_transforming()  # vmap and the other transforms of torch.func; tangents flow without gradients too

@@ -71,11 +71,20 @@ int swiglu_forward(const SwiGLU<Element, Inside>* network) {
 int swiglu_backward(const SwiGLU<Element, Inside>* network) {
     return failed([&] { run(*network, false); });
 }
+// Returns 2 where a number is not finite.
+int policy_step(const PolicyStep<Inside>* a, const Inside* observations, Inside* const* states, Inside* actions) {
+    bool finite = false;
+    const int failure = failed([&] {
+        if constexpr (std::is_same_v<Element, Inside>) finite = step(*a, observations, states, actions);
+    });
+    return failure ? failure : (finite ? 0 : 2);
+}
 int64_t scan_segment() { return kSegment; }
 int64_t scan_bytes() { return sizeof(Scan<Element, Inside>); }
 int64_t mixer_bytes() { return sizeof(Mixer<Element, Inside>); }
 int64_t mixer_step_bytes() { return sizeof(MixerStep<Inside>); }
 int64_t delta_bytes() { return sizeof(Delta<Element, Inside>); }
 int64_t swiglu_bytes() { return sizeof(SwiGLU<Element, Inside>); }
+int64_t policy_step_bytes() { return sizeof(PolicyStep<Inside>); }
 void use_pool(Pool given) { pool = given; }
 }

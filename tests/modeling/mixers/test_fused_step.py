@@ -9,11 +9,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils import parametrizations
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.model_cases import OPTIONS, build
+from helpers.module_changes import (
+    CALLS,
+    Counting,
+    Marked,
+    Watching,
+    arrangements,
+    double,
+    double_precision_of_single,
+    freed,
+    freed_view,
+    negated_twice,
+    old_weight_norm,
+    scattered,
+    single,
+    subclass,
+    view_of_many,
+    weight_norm,
+)
 from mamba3_nplr import Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
@@ -29,10 +44,6 @@ pytestmark = [
 NORMS = ["mixer_norm", "mixer.B_norm", "mixer.C_norm", "mixer.norm"]
 PROJECTIONS = ["mixer.in_proj", "mixer.k_proj", "mixer.beta_proj", "mixer.out_proj"]
 MODULES = [*NORMS, *PROJECTIONS, "mixer"]
-
-
-class Marked(torch.Tensor):
-    """Makes all that is computed from it of its own class."""
 
 
 @pytest.fixture
@@ -95,48 +106,6 @@ def assert_same(block, x=None, state=None):
             torch.testing.assert_close(part, wanted, rtol=1e-10, atol=1e-10)
 
 
-def double(output):
-    """Twice the output of a module; a mixer returns a state beside it."""
-    return (2 * output[0], *output[1:]) if isinstance(output, tuple) else 2 * output
-
-
-def hook(module):
-    module.register_forward_hook(lambda module, args, output: double(output))
-
-
-def hook_with_keywords(module):
-    module.register_forward_hook(lambda module, args, named, output: double(output), with_kwargs=True)
-
-
-def pre_hook(module):
-    module.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
-
-
-def pre_hook_with_keywords(module):
-    module.register_forward_pre_hook(lambda module, args, named: ((args[0] + 1, *args[1:]), named), with_kwargs=True)
-
-
-def other_forward(module):
-    forward = module.forward
-    module.forward = lambda *args: double(forward(*args))
-
-
-def hook_of_accelerate(module):
-    class Doubling(accelerate.hooks.ModelHook):
-        def post_forward(self, module, output):
-            return double(output)
-
-    accelerate.hooks.add_hook_to_module(module, Doubling())
-
-
-def subclass(module):
-    kind = type(module)
-    module.__class__ = type("Other", (kind,), {"forward": lambda self, *args: double(kind.forward(self, *args))})
-
-
-CALLS = [hook, hook_with_keywords, pre_hook, pre_hook_with_keywords, other_forward, hook_of_accelerate, subclass]
-
-
 @pytest.mark.parametrize("change", CALLS)
 @pytest.mark.parametrize("name", MODULES)
 def test_what_happens_around_a_module_happens(name, change, block, taken):
@@ -179,29 +148,6 @@ def parameters():
     ]
 
 
-def scattered(p):
-    """The same numbers with gaps between them."""
-    p.data = torch.stack([p.data, p.data + 1], dim=-1)[..., 0]
-
-
-def negated_twice(p):
-    """The same numbers, of which memory holds the negative."""
-    p.data = torch._neg_view(-p.data)
-
-
-def single(p):
-    p.data = p.data.float()
-
-
-def double_precision_of_single(p):
-    p.data = p.data.float().double()
-
-
-def view_of_many(p):
-    """The same numbers in the middle of others, as some optimizers and averages keep them."""
-    p.data = torch.cat([p.data.flatten() + 1, p.data.flatten()])[p.numel() :].view(p.shape)
-
-
 @pytest.mark.parametrize("change", [scattered, negated_twice, single, double_precision_of_single, view_of_many])
 @pytest.mark.parametrize("name", parameters())
 def test_numbers_are_read_from_wherever_they_are(name, change, block, taken):
@@ -222,15 +168,6 @@ def test_parameters_of_other_classes_are_asked_what_they_do(name, block, taken):
     assert "block" not in taken and (not taken or name.startswith("mixer_norm"))
 
 
-def freed(p):
-    p.untyped_storage().resize_(0)
-
-
-def freed_view(p):
-    view_of_many(p)
-    freed(p)
-
-
 @pytest.mark.parametrize("change", [freed, freed_view])
 @pytest.mark.parametrize("name", [f"{name}.weight" for name in ("mixer_norm", *PROJECTIONS)])
 def test_weights_that_are_not_in_memory_are_an_error(name, change, block, taken):
@@ -238,16 +175,6 @@ def test_weights_that_are_not_in_memory_are_an_error(name, change, block, taken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="not allocated|out of bounds"):
         advance(block, "cpu", torch.randn(2, 1, 12, dtype=torch.float64), None)
     assert not taken or name == "mixer_norm.weight"
-
-
-def weight_norm(module):
-    parametrizations.weight_norm(module)
-    module.parametrizations.weight.original0.data *= 2
-
-
-def old_weight_norm(module):
-    nn.utils.weight_norm(module)
-    module.weight_g.data *= 2
 
 
 @pytest.mark.parametrize("change", [weight_norm, old_weight_norm])
@@ -390,16 +317,6 @@ def test_a_step_compiles_in_one_graph(block, taken):
     torch.testing.assert_close(found, block(x), rtol=1e-10, atol=1e-10)
 
 
-class Counting(TorchDispatchMode):
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
-class Watching(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     "watch",
     [
@@ -508,18 +425,6 @@ def test_nothing_of_a_step_is_remembered(block, taken):
     handle.remove()
     assert_same(block)
     assert taken == ["block", "mixer"]
-
-
-def arrangements(x):
-    """Ways to hand over a tensor that change no number, and whether they leave it a plain one."""
-    return {
-        "float32": (x.float(), True),
-        "scattered": (torch.stack([x, x + 1], dim=-1)[..., 0], True),
-        "backwards": (x.transpose(0, -1).contiguous().transpose(0, -1), True),
-        "negated": (torch._neg_view(-x), False),
-        "parameter": (nn.Parameter(x), True),
-        "subclass": (x.as_subclass(Marked), False),
-    }
 
 
 @pytest.mark.parametrize("how", arrangements(torch.ones(1)))

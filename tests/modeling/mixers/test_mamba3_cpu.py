@@ -17,6 +17,7 @@ from helpers.places import TESTS
 from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import error
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
+from mamba3_nplr.modeling import fused_policy
 from mamba3_nplr.modeling.mixers import mamba3, mamba3_cpu
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
@@ -264,6 +265,7 @@ def test_python_and_the_library_agree_on_the_structs():
     library = compiled_library(torch.float32)
     assert library.mixer_bytes() == ctypes.sizeof(mamba3_cpu.CompiledMixer.mixer_forward.struct)
     assert library.mixer_step_bytes() == ctypes.sizeof(mamba3_cpu.step_function.struct)
+    assert library.policy_step_bytes() == ctypes.sizeof(fused_policy.PolicyArguments)
     assert library.scan_bytes() == ctypes.sizeof(CompiledScan.scan_forward.struct)
 
 
