@@ -6,8 +6,9 @@ import torch
 from transformers import TrainingArguments
 
 # Tokens of a pass times parameters of the model that are worth another thread. Threads wait for each other at every
-# operator, which costs about 3 ms a step where cores are free: at the S5 shape (3.3e8) one thread takes 66 ms and two
-# take 36 (results/busy.json), so a second one saves nothing below about 2e7, and a third of the time from here on.
+# operator, which costs some 3 ms a step on 2 free cores (36 ms with two, where one takes 66: results/busy.json). A step
+# of this much work takes about 12 ms, so that a second thread saves a quarter of it; one of half the work takes 7, of
+# which it saves nothing. Where other work has the cores, two threads were slower than one even at eight times this.
 WORK_OF_A_THREAD = 80_000_000
 
 

@@ -156,7 +156,8 @@ def test_the_end_of_the_program_is_that_of_its_models(number, in_turn, tmp_path,
 
     def wait_for_the_end(trainer):
         (begun / str(os.getpid())).touch()
-        time.sleep(3)  # the signal comes meanwhile, and the step ends
+        wait_until((tmp_path / "sent").exists)
+        time.sleep(1)  # the signal comes meanwhile, and the step ends
 
     with monkeypatch.context() as patch:
         patch.setattr(ResumableTrainer, "training_step", call_at_step(4, wait_for_the_end))
@@ -164,6 +165,7 @@ def test_the_end_of_the_program_is_that_of_its_models(number, in_turn, tmp_path,
         process.start()
     wait_until(lambda: len(list(begun.iterdir())) == 2)
     os.kill(process.pid, number)
+    (tmp_path / "sent").touch()
     process.join()
     assert process.exitcode == (-number if number == signal.SIGKILL else 128 + number)
     wait_until(lambda: not any(is_running(path.name) for path in begun.iterdir()), seconds=20)

@@ -26,14 +26,14 @@ s5_generators-mamba3-seed0-other {" ".join(WORDS)} --model.expand 2
 NAMES = ["s5_generators-nplr-seed3", "s5_generators-mamba3-seed0-other"]
 
 
-def load():
-    specification = importlib.util.spec_from_file_location("reproduce", ROOT / "results" / "reproduce.py")
+def load(name):
+    specification = importlib.util.spec_from_file_location(name, ROOT / "results" / f"{name}.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
 
 
-program = load()
+program = load("reproduce")
 
 
 @pytest.fixture
@@ -129,6 +129,17 @@ def test_runs_of_other_mathematics_are_neither_taken_nor_resumed(options, tmp_pa
     assert not run.results.exists()
     with pytest.raises(resume.UsageError, match="was made by other mathematics"):
         resume.find_checkpoint(parse_run(run.arguments))
+
+
+def test_runs_of_other_mathematics_are_not_in_the_tables(tmp_path, monkeypatch):
+    table = load("table")
+    monkeypatch.setattr(table, "HERE", tmp_path)
+    (tmp_path / "runs").mkdir()
+    for number, mathematics in enumerate(({}, {"mathematics": record.MATHEMATICS}, {"mathematics": 99})):
+        summary = {"task": "z5", "model": "nplr", "seed": number, "command": "python train_hf.py"} | mathematics
+        (tmp_path / "runs" / f"{number}.json").write_text(json.dumps(summary))
+    [runs] = [found["nplr"] for found in table.read_runs().values()]
+    assert [run["seed"] for run in runs] == [0, 1]
 
 
 def test_a_dry_run_says_how_long_each_would_take(options, tmp_path, capsys):

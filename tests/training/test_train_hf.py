@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,21 @@ def test_sigterm_saves_a_checkpoint_and_the_run_goes_on_to_the_same_bits(whole, 
     assert checkpoints(tmp_path / "run") == ["checkpoint-3", "checkpoint-5"]
     assert not (tmp_path / "run" / "model.safetensors").exists()
     resume_and_compare(arguments, tmp_path / "run", folder)
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts(tmp_path, monkeypatch):
+    arguments = [*WORDS, f"--output_dir={tmp_path / 'run'}"]
+
+    def wait_and_stop(trainer):
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableTrainer, "training_step", call_at_step(4, wait_and_stop))
+        assert stopped(arguments) == 128 + signal.SIGTERM
+    before = json.loads((tmp_path / "run" / "checkpoint-5" / "loss_0.json").read_text())["seconds"]
+    program.main([*arguments, "--resume_from_checkpoint"])
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["seconds"] > before > 1
 
 
 def test_a_full_disk_leaves_the_last_whole_checkpoint(whole, tmp_path, monkeypatch, capsys):
