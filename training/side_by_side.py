@@ -90,8 +90,8 @@ class SideBySide:
                     for pipe in wait(list(self.processes), PATIENCE):
                         self.read(pipe)
                     self.display.show(self.jobs)
-            finally:  # whatever went wrong here, nobody would watch them
-                self.end_all(at_once=True)
+            finally:  # if anything went wrong here, nobody would watch them
+                self.end_all(at_once=False)
         self.display.finish(self.jobs)
         return self.stopped
 
