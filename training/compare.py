@@ -142,6 +142,8 @@ def report(run: TrainingRun, summaries: dict[str, dict], out: Path) -> None:
     measured = run.task.main_metric.replace("_", " ")
     print(f"\n{run.task_name}, {measured} in per cent\n\n{table}\n")
     written = ["comparison.json", "comparison.md"]
+    if not any("results" in summary for summary in summaries.values()):
+        return  # there is nothing to draw, and nothing to do next
     try:
         draw_comparison(run.task, summaries, out / "comparison.png")
         written.insert(0, "comparison.png")

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import shlex
+import textwrap
 from pathlib import Path
 
 from ..configuration.presets import MODELS
@@ -31,7 +32,8 @@ def comparison_table(task: Task, summaries: dict[str, dict]) -> str:
     lines.append("| --- " * (2 + len(sizes)) + "|")
     for model, summary in summaries.items():
         if "results" not in summary:
-            lines.append(f"| {model} | {summary['failed']} |{' |' * len(sizes)}")
+            reason = textwrap.shorten(summary["failed"].replace("|", "\\|"), 80, placeholder=" ...")
+            lines.append(f"| {model} | {reason} |{' |' * len(sizes)}")
             continue
         figures = [summary["results"][split][summary["metric"]] for split in sizes]
         lines.append(f"| {model} | {summary['parameters']:,} | {' | '.join(percent(x) for x in figures)} |")

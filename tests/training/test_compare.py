@@ -122,6 +122,18 @@ def test_a_model_that_fails_leaves_the_others_alone(reason, error, jobs, in_turn
         assert str(error) in log and ("Traceback" in log) == (not isinstance(error, NotFiniteError))
 
 
+def test_if_all_models_fail_the_table_says_so(tmp_path, monkeypatch, capsys):
+    def fail(trainer):
+        raise ValueError("a | b " + "c " * 100)
+
+    monkeypatch.setattr(ResumableTrainer, "training_step", call_at_step(2, fail))
+    assert exit_code(compare(tmp_path / "out", "--jobs=2")) == 1
+    said = capsys.readouterr()
+    row = next(line for line in said.out.splitlines() if line.startswith("| nplr |"))
+    assert row.startswith("| nplr | ValueError: a \\| b c c") and row.endswith("... | | |") and len(row) < 120
+    assert "2 of 2 models failed" in said.err and not (tmp_path / "out" / "comparison.png").exists()
+
+
 def test_a_model_that_is_killed_resumes_to_the_same_bits(in_turn, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
