@@ -85,6 +85,13 @@ inline void sine_cosine(Vector<double> x, Vector<double>& sine, Vector<double>& 
     cosine = each_lane(x, [](double v) { return std::cos(v); });
 }
 
+template <typename V>
+V root(V x) {
+    V result;
+    for (size_t l = 0; l < sizeof(V) / sizeof(x[0]); ++l) result[l] = std::sqrt(x[l]);
+    return result;
+}
+
 template <typename T>
 Vector<T> sigmoid(Vector<T> x) {
     return T(1) / (T(1) + exponential(-x));

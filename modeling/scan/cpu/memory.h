@@ -48,6 +48,45 @@ FORCE_INLINE inline void store(const T* from, int64_t count, S* to) {
     for (int64_t i = whole; i < count; ++i) put(from[i], to[i]);
 }
 
+// One vector, of which the first `count` lanes, or all, are in memory. Whole ones by themselves: loops over them would
+// become calls of memmove, which take longer than the copies.
+template <typename T, typename S>
+FORCE_INLINE inline Vector<T> read_vector(const S* from, int64_t count = kLanes<T>) {
+    Vector<T> result{};
+    if (std::is_same_v<S, T> && count >= kLanes<T>)
+        std::memcpy(&result, from, VECTOR_BYTES);
+    else
+        for (int64_t l = 0; l < kLanes<T> && l < count; ++l) result[l] = value(from[l]);
+    return result;
+}
+template <typename T, typename S>
+FORCE_INLINE inline void write_vector(Vector<T> x, S* to, int64_t count = kLanes<T>) {
+    if (std::is_same_v<S, T> && count >= kLanes<T>)
+        std::memcpy(to, &x, VECTOR_BYTES);
+    else
+        for (int64_t l = 0; l < kLanes<T> && l < count; ++l) put(x[l], to[l]);
+}
+
+// From (lanes, count) in memory, one row after another, to `count` vectors of lanes, and the other way.
+template <typename T, typename S>
+inline void read_lanes(const S* from, int64_t count, Vector<T>* to) {
+    for (int64_t block = 0; block < count; block += kLanes<T>) {
+        Vector<T> rows[kLanes<T>];
+        for (int64_t l = 0; l < kLanes<T>; ++l) rows[l] = read_vector<T>(from + l * count + block, count - block);
+        transpose<T>(rows);
+        for (int64_t l = 0; l < kLanes<T> && block + l < count; ++l) to[block + l] = rows[l];
+    }
+}
+template <typename T, typename Write>
+FORCE_INLINE inline void write_lanes(const Vector<T>* from, int64_t count, const Write& write) {
+    for (int64_t block = 0; block < count; block += kLanes<T>) {
+        Vector<T> rows[kLanes<T>];
+        for (int64_t l = 0; l < kLanes<T>; ++l) rows[l] = block + l < count ? from[block + l] : Vector<T>{};
+        transpose<T>(rows);
+        for (int64_t l = 0; l < kLanes<T>; ++l) write(rows[l], l * count + block, count - block);
+    }
+}
+
 template <typename T>
 FORCE_INLINE inline void add(const T* from, int64_t count, T* to) {
     const int64_t whole = count - count % kLanes<T>;

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
 #include "functions.h"
+#include "head_lanes.h"
 #include "memory.h"
 #include "mixer_parts.h"
 #include "segment.h"
@@ -18,7 +20,7 @@
 namespace {
 
 // Works on one row and some of its heads after another.
-template <typename S, typename T, int64_t N, int64_t P>
+template <typename S, typename T, int64_t N = 0, int64_t P = 0>
 class MixerWorker {
     using V = Vector<T>;
 
@@ -27,6 +29,7 @@ class MixerWorker {
     MixerWorker(const Mixer<S, T>& mixer, BackwardSums<S, T>* sums)
         : a(mixer),
           columns(mixer),
+          gates(mixer),
           n{mixer.state},
           p{mixer.channels},
           m(mixer.pairs),
@@ -83,7 +86,7 @@ class MixerWorker {
         const int64_t group = index / units_in_row(a), first_row = group * rows_in_group(a);
         for (int64_t i = first_row; i < std::min(a.layout.rows, first_row + rows_in_group(a)); ++i) {
             begin(i, index % units_in_row(a));
-            choose_gradients(group);
+            gradients = sums->of_group(a, group, unit);
             backward_row();
         }
     }
@@ -149,18 +152,6 @@ class MixerWorker {
         length = a.layout.length(row);
     }
 
-    void choose_gradients(int64_t group) {
-        const int64_t at = group * a.letters, part = sums->part(a, group, unit);
-        T* shared_part = sums->shared.data() + part * a.sources() * sums->shared_size;
-        const auto rows_of = [&](S* stored, std::vector<T>& added, int64_t stride) {
-            return GradientRows<S, T>{stored, a.letters ? added.data() + at * stride : nullptr, stride};
-        };
-        grad_projected = rows_of(a.grad_projected, sums->projected, a.width);
-        if (a.k) grad_k = rows_of(a.grad_k, sums->k, a.heads * n);
-        if (a.k) grad_beta = rows_of(a.grad_beta, sums->beta, a.heads);
-        grad_shared = {shared_part, a.letters ? shared_part : nullptr, sums->shared_size};
-    }
-
     int64_t begin_segment(int64_t start) {
         const int64_t steps = std::min(kSegment, length - start);
         for (int64_t t = 0; t < steps; ++t) {
@@ -223,9 +214,9 @@ class MixerWorker {
 
     void fill_gates() {
         dt = PerStep<T>::from([&](int64_t t) { return softplus<T>(dt_raw.at(t)); });
-        rate = PerStep<T>::from([&](int64_t t) { return decay_rate(A_raw.at(t)); });
+        rate = PerStep<T>::from([&](int64_t t) { return gates.decay_rate(A_raw.at(t)); });
         lambda = PerStep<T>::from([&](int64_t t) { return sigmoid<T>(trap_raw.at(t)); });
-        beta = PerStep<T>::from([&](int64_t t) { return reflection_gate(beta_raw.at(t)); });
+        beta = PerStep<T>::from([&](int64_t t) { return gates.reflection(beta_raw.at(t)); });
         for (int64_t t = 0; t < kSegment; t += kLanes<T>) {
             const V d = exponential(-rate.at(t) * dt.at(t));
             vec(s.d + t) = d;
@@ -233,34 +224,6 @@ class MixerWorker {
             vec(s.w + t) = s.carries ? lambda.at(t) * dt.at(t) : beta.at(t);
             vec(s.c + t) = (T(1) - lambda.at(t)) * dt.at(t);
         }
-    }
-
-    V decay_rate(V x) const {
-        const V rate = a.heavy_tail ? (x < T(0) ? T(1) / (T(1) - x) : x + T(1)) : softplus<T>(x);
-        const V low = a.A_bias ? all(T(0)) : all(T(a.a_min)), shifted = a.A_bias ? rate - T(a.rate_shift) : rate;
-        return shifted < low ? low : shifted;
-    }
-    V decay_rate_slope(V x) const {
-        const V inverse = T(1) / (T(1) - x);
-        const V slope = a.heavy_tail ? (x < T(0) ? inverse * inverse : all(T(1))) : softplus_slope<T>(x);
-        const V rate = a.heavy_tail ? (x < T(0) ? inverse : x + T(1)) : softplus<T>(x);
-        const V above =
-            a.A_bias ? (rate - T(a.rate_shift) > T(0) ? all(T(1)) : V{}) : (rate < T(a.a_min) ? V{} : all(T(1)));
-        return slope * above;
-    }
-    V reflection_gate(V x) const {
-        const V gate = sigmoid<T>(x);
-        const T most = T(a.beta_max);
-        if (!a.A_bias) return most * gate;
-        const V wide = T(a.beta_stretch) * gate - T(a.beta_shift), low = wide < T(0) ? V{} : wide;
-        return low > most ? all(most) : low;
-    }
-    V reflection_gate_slope(V x) const {
-        const V gate = sigmoid<T>(x), slope = gate * (T(1) - gate);
-        const T most = T(a.beta_max), stretch = T(a.beta_stretch);
-        if (!a.A_bias) return most * slope;
-        const V wide = stretch * gate - T(a.beta_shift);
-        return wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope);
     }
 
     // Angles between -pi and pi of the token before the segment and of its own; rows of cosines (c0, c0, c1, c1, ...)
@@ -445,8 +408,8 @@ class MixerWorker {
 
     void gates_back(PerStep<T>& grad_dt, T* sum) {
         const auto dt_slope = PerStep<T>::from([&](int64_t t) { return softplus_slope<T>(dt_raw.at(t)); });
-        const auto rate_slope = PerStep<T>::from([&](int64_t t) { return decay_rate_slope(A_raw.at(t)); });
-        const auto beta_slope = PerStep<T>::from([&](int64_t t) { return reflection_gate_slope(beta_raw.at(t)); });
+        const auto rate_slope = PerStep<T>::from([&](int64_t t) { return gates.decay_rate_slope(A_raw.at(t)); });
+        const auto beta_slope = PerStep<T>::from([&](int64_t t) { return gates.reflection_slope(beta_raw.at(t)); });
         for (int64_t t = 0; t < s.steps; ++t) {
             T to_d = s.grad_d[t], to_beta = a.contractive ? s.grad_r[t] * s.d[t] : s.grad_r[t], to_trap = 0;
             if (a.contractive) to_d += s.grad_r[t] * beta[t];
@@ -458,10 +421,10 @@ class MixerWorker {
             }
             const T to_log = to_d * s.d[t], to_A = -to_log * dt[t] * rate_slope[t];
             const T to_dt = (grad_dt[t] - to_log * rate[t]) * dt_slope[t];
-            grad_projected.give(to_dt, sources[t], columns.dt + head);
-            grad_projected.give(to_A, sources[t], columns.A + head);
-            grad_projected.give(to_trap, sources[t], columns.trap + head);
-            if (a.k) grad_beta.give(to_beta * beta_slope[t], sources[t], head);
+            gradients.projected.give(to_dt, sources[t], columns.dt + head);
+            gradients.projected.give(to_A, sources[t], columns.A + head);
+            gradients.projected.give(to_trap, sources[t], columns.trap + head);
+            if (a.k) gradients.beta.give(to_beta * beta_slope[t], sources[t], head);
             sum[0] += to_dt;
             sum[1] += to_A;
         }
@@ -470,17 +433,18 @@ class MixerWorker {
 
     void write_gradients() {
         for (int64_t t = 0; t < s.steps; ++t) {
-            z_rows.give_token(t, heads, p, grad_projected, sources[t], columns.z + first * p);
-            grad_u_rows.give_token(t + 1, heads, p, grad_projected, sources[t], columns.u + first * p);
-            if (a.k) grad_k_rows.give_token(t, heads, n, grad_k, sources[t], first * n);
-            grad_shared.give(shared.grad_B[t], n, sources[t], 0);
-            grad_shared.give(shared.grad_C[t], n, sources[t], n);
-            grad_shared.give(shared.grad_omega[t], m, sources[t], 2 * n);
+            z_rows.give_token(t, heads, p, gradients.projected, sources[t], columns.z + first * p);
+            grad_u_rows.give_token(t + 1, heads, p, gradients.projected, sources[t], columns.u + first * p);
+            if (a.k) grad_k_rows.give_token(t, heads, n, gradients.k, sources[t], first * n);
+            gradients.shared.give(shared.grad_B[t], n, sources[t], 0);
+            gradients.shared.give(shared.grad_C[t], n, sources[t], n);
+            gradients.shared.give(shared.grad_omega[t], m, sources[t], 2 * n);
         }
     }
 
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
+    const Gates<S, T> gates;
     const Size<N> n;
     const Size<P> p;
     const int64_t m;
@@ -490,8 +454,7 @@ class MixerWorker {
     Segment<T, N, P> s;
     BackwardSums<S, T>* sums;
     T* segment_sums;
-    GradientRows<S, T> grad_projected{}, grad_k{}, grad_beta{};
-    GradientRows<T, T> grad_shared{};
+    MixerGradients<S, T> gradients{};
     Rows<T, P> z;  // of the head at work, as u, k, grad_y, grad_u and grad_k of the segment are: see choose_head
     HeadRows<T, P> u_rows, z_rows;
     HeadRows<T, N> k_rows;
@@ -505,18 +468,15 @@ class MixerWorker {
 };
 
 // From the gradients of normalised B, C and omega, added over the parts that hold some, to those of the projections. A
-// call is for the tokens of a row, or for one letter. Sums for the weights of the norms go to `norm_sums`, (calls,
-// 2 state).
+// call is for the tokens of a row, or for one letter.
 template <typename S, typename T>
 class SharedBackward {
   public:
-    SharedBackward(const Mixer<S, T>& mixer, const BackwardSums<S, T>& sums, double* norm_sums)
-        : a(mixer), columns(mixer), sums(sums), norm_sums(norm_sums), total(sums.shared_size) {}
-
-    static int64_t calls(const Mixer<S, T>& a) { return a.letters ? a.letters : a.layout.rows; }
+    SharedBackward(const Mixer<S, T>& mixer, BackwardSums<S, T>& sums)
+        : a(mixer), maps_back(mixer), sums(sums), total(sums.shared_size) {}
 
     void operator()(int64_t call) {
-        double* sum = norm_sums + call * 2 * a.state;
+        double* sum = sums.norms.data() + call * 2 * a.state;
         if (a.letters) return source_back(call, sum);
         for (int64_t t = 0; t < a.layout.length(call); ++t) source_back(a.layout.token(call, t), sum);
     }
@@ -529,35 +489,12 @@ class SharedBackward {
             const T* from = sums.shared.data() + (part * a.sources() + source) * size;
             for (int64_t i = 0; i < size; ++i) total[i] += from[i];
         }
-        const S* x = a.projected + source * a.width;
-        S* to = a.grad_projected + source * a.width;
-        norm_back(x + columns.B, a.B_weight, total.data(), to + columns.B, sum);
-        norm_back(x + columns.C, a.C_weight, total.data() + a.state, to + columns.C, sum + a.state);
-        for (int64_t j = 0; j < a.width - columns.angle; ++j) put(angle_back(x, j), to[columns.angle + j]);
-    }
-
-    T angle_back(const S* x, int64_t j) const {
-        if (j >= a.pairs) return T(0);
-        const T tangent = std::tanh(T(value(x[columns.angle + j])));
-        return total[2 * a.state + j] * T(kPi) * (T(1) - tangent * tangent);
-    }
-
-    void norm_back(const S* x, const T* weight, const T* grad, S* to, double* to_weight) const {
-        T squares = 0, along = 0;
-        for (int64_t i = 0; i < a.state; ++i) squares += value(x[i]) * value(x[i]);
-        const T scale = T(1) / std::sqrt(squares / T(a.state) + T(a.epsilon));
-        for (int64_t i = 0; weight && i < a.state; ++i) along += grad[i] * weight[i] * value(x[i]);
-        for (int64_t i = 0; i < a.state; ++i) {
-            const T unit = scale * value(x[i]), mean = scale * along / T(a.state);
-            put(weight ? scale * (grad[i] * weight[i] - unit * mean) : T(0), to[i]);
-            to_weight[i] += grad[i] * unit;
-        }
+        maps_back(source, total.data(), sum);
     }
 
     const Mixer<S, T>& a;
-    const Columns<S, T> columns;
-    const BackwardSums<S, T>& sums;
-    double* norm_sums;
+    const SharedMapsBack<S, T> maps_back;
+    BackwardSums<S, T>& sums;
     std::vector<T> total;
 };
 
@@ -584,14 +521,14 @@ void add_letter_gradients(const Mixer<S, T>& a, const BackwardSums<S, T>& sums) 
 
 // Adds what the rows found to the gradients of the parameters.
 template <typename S, typename T>
-void add_parameter_gradients(const Mixer<S, T>& a, double* sums, const std::vector<double>& norm_sums) {
+void add_parameter_gradients(const Mixer<S, T>& a, BackwardSums<S, T>& sums) {
     const int64_t n = a.state, p = a.channels;
     const auto add = [&](T* to, const double* from, int64_t row_stride, int64_t count) {
         add_rows(from, a.layout.rows, row_stride, count, to);
     };
     const int64_t size = HeadSums<T>(n, p).size, stride = a.heads * size;
     for (int64_t head = 0; head < a.heads; ++head) {
-        const HeadSums<T, double> from(n, p, sums + head * size);
+        const HeadSums<T, double> from(n, p, sums.heads.data() + head * size);
         add(a.grad_dt_bias + head, from.scalars, stride, 1);
         add(a.grad_A_bias ? a.grad_A_bias + head : nullptr, from.scalars + 1, stride, 1);
         add(a.grad_D + head, from.scalars + 2, stride, 1);
@@ -599,43 +536,49 @@ void add_parameter_gradients(const Mixer<S, T>& a, double* sums, const std::vect
         add(a.grad_C_bias + head * n, from.C_bias, stride, n);
         add(a.grad_norm_weight ? a.grad_norm_weight + head * p : nullptr, from.norm_weight, stride, p);
     }
-    const int64_t calls = SharedBackward<S, T>::calls(a);
-    add_rows(norm_sums.data(), calls, 2 * n, n, a.grad_B_weight);
-    add_rows(norm_sums.data() + n, calls, 2 * n, n, a.grad_C_weight);
+    const int64_t rows = int64_t(sums.norms.size()) / (2 * n);
+    add_rows(sums.norms.data(), rows, 2 * n, n, a.grad_B_weight);
+    add_rows(sums.norms.data() + n, rows, 2 * n, n, a.grad_C_weight);
 }
 
-template <int64_t N, int64_t P, typename S, typename T>
+template <typename Worker, typename S, typename T>
 void run_units(const Mixer<S, T>& a, BackwardSums<S, T>* sums) {
     const int64_t work = tokens_in(a.layout) * a.heads * a.state * a.channels;
     in_parallel((sums ? groups(a) : a.layout.rows) * units_in_row(a), a.threads, work, [&] {
-        return [worker = MixerWorker<S, T, N, P>(a, sums), forward = !sums](int64_t i) mutable {
-            forward ? worker.forward(i) : worker.backward(i);
+        return [worker = std::make_unique<Worker>(a, sums), forward = !sums](int64_t i) {
+            forward ? worker->forward(i) : worker->backward(i);
         };
     });
 }
 
+template <int64_t N, int64_t P, typename S, typename T>
+void run_units_of_size(const Mixer<S, T>& a, BackwardSums<S, T>* sums) {
+    if (heads_in_lanes(a))
+        run_units<LanesWorker<S, T, N, P>>(a, sums);
+    else
+        run_units<MixerWorker<S, T>>(a, sums);
+}
+
 template <typename S, typename T>
-void run_units(const Mixer<S, T>& a, BackwardSums<S, T>* sums) {
+void run_all_units(const Mixer<S, T>& a, BackwardSums<S, T>* sums) {
     // The paper's size has code of its own.
     constexpr int64_t kFixed = std::is_same_v<S, float> ? 16 : 0;
     if (a.state == kFixed && a.channels == kFixed)
-        run_units<kFixed, kFixed>(a, sums);
+        run_units_of_size<kFixed, kFixed>(a, sums);
     else
-        run_units<0, 0>(a, sums);
+        run_units_of_size<0, 0>(a, sums);
 }
 
 template <typename S, typename T>
 void run(const Mixer<S, T>& a, bool forward) {
-    if (forward) return run_units<S, T>(a, nullptr);
+    if (forward) return run_all_units<S, T>(a, nullptr);
     BackwardSums<S, T> sums(a);
-    run_units<S, T>(a, &sums);
+    run_all_units<S, T>(a, &sums);
     if (a.letters) add_letter_gradients(a, sums);
-    const int64_t calls = SharedBackward<S, T>::calls(a);
-    std::vector<double> norm_sums(calls * 2 * a.state);
-    in_parallel(calls, a.threads, tokens_in(a.layout) * a.heads * a.state, [&] {
-        return SharedBackward<S, T>(a, sums, norm_sums.data());
-    });
-    add_parameter_gradients(a, sums.heads.data(), norm_sums);
+    if (!one_unit_has_all(a))
+        in_parallel(a.letters ? a.letters : a.layout.rows, a.threads, tokens_in(a.layout) * a.heads * a.state,
+                    [&] { return SharedBackward<S, T>(a, sums); });
+    add_parameter_gradients(a, sums);
 }
 
 }  // namespace

@@ -60,10 +60,57 @@ struct Columns {
     int64_t z = 0, u, B, C, dt, A, trap, angle;
 };
 
+// The functions behind the gates, and their slopes.
+template <typename S, typename T>
+class Gates {
+    using V = Vector<T>;
+
+  public:
+    explicit Gates(const Mixer<S, T>& mixer) : a(mixer) {}
+
+    V decay_rate(V x) const {
+        const V rate = a.heavy_tail ? (x < T(0) ? T(1) / (T(1) - x) : x + T(1)) : softplus<T>(x);
+        const V low = a.A_bias ? all(T(0)) : all(T(a.a_min)), shifted = a.A_bias ? rate - T(a.rate_shift) : rate;
+        return shifted < low ? low : shifted;
+    }
+    V decay_rate_slope(V x) const {
+        const V inverse = T(1) / (T(1) - x);
+        const V slope = a.heavy_tail ? (x < T(0) ? inverse * inverse : all(T(1))) : softplus_slope<T>(x);
+        const V rate = a.heavy_tail ? (x < T(0) ? inverse : x + T(1)) : softplus<T>(x);
+        const V above =
+            a.A_bias ? (rate - T(a.rate_shift) > T(0) ? all(T(1)) : V{}) : (rate < T(a.a_min) ? V{} : all(T(1)));
+        return slope * above;
+    }
+    V reflection(V x) const {
+        const V gate = sigmoid<T>(x);
+        const T most = T(a.beta_max);
+        if (!a.A_bias) return most * gate;
+        const V wide = T(a.beta_stretch) * gate - T(a.beta_shift), low = wide < T(0) ? V{} : wide;
+        return low > most ? all(most) : low;
+    }
+    V reflection_slope(V x) const {
+        const V gate = sigmoid<T>(x), slope = gate * (T(1) - gate);
+        const T most = T(a.beta_max), stretch = T(a.beta_stretch);
+        if (!a.A_bias) return most * slope;
+        const V wide = stretch * gate - T(a.beta_shift);
+        return wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope);
+    }
+
+  private:
+    const Mixer<S, T>& a;
+};
+
+// Whether heads lie in the lanes of vectors: if they fill them, and the states of so many heads are small.
+template <typename S, typename T>
+bool heads_in_lanes(const Mixer<S, T>& a) {
+    return a.heads % kLanes<T> == 0 && a.state * a.channels <= 1024;
+}
+
 // Heads of a unit: some, so that what they share is computed once; fewer if there would be too few units for the
 // threads. It depends on the shape alone, as the order of sums does.
 template <typename S, typename T>
 int64_t heads_in_unit(const Mixer<S, T>& a) {
+    if (heads_in_lanes(a)) return kLanes<T>;
     int64_t heads = 16;
     while (heads > 1 && a.layout.rows * ((a.heads + heads - 1) / heads) < 32) heads /= 2;
     return heads;
@@ -72,6 +119,12 @@ int64_t heads_in_unit(const Mixer<S, T>& a) {
 template <typename S, typename T>
 int64_t units_in_row(const Mixer<S, T>& a) {
     return (a.heads + heads_in_unit(a) - 1) / heads_in_unit(a);
+}
+
+// Whether what heads share can be passed on where it is found, since no other unit adds to it.
+template <typename S, typename T>
+bool one_unit_has_all(const Mixer<S, T>& a) {
+    return heads_in_lanes(a) && units_in_row(a) == 1 && !a.letters;
 }
 
 // Rows that one thread takes together. The gradients of letters are added up for each such group by itself, so that
@@ -97,12 +150,24 @@ struct GradientRows {
     void give(const T* from, int64_t count, int64_t row, int64_t column) const {
         sums ? add(from, count, sums + row * stride + column) : store(from, count, stored + row * stride + column);
     }
+    void give_vector(Vector<T> x, int64_t count, int64_t row, int64_t column) const {
+        if (!sums) return write_vector<T>(x, stored + row * stride + column, count);
+        T* to = sums + row * stride + column;
+        write_vector<T>(read_vector<T>(to, count) + x, to, count);
+    }
     void give(T x, int64_t row, int64_t column) const {
         if (sums)
             sums[row * stride + column] += x;
         else
             put(x, stored[row * stride + column]);
     }
+};
+
+// Where the gradients of projections go; `shared` is for those of normalised B, C and omega, which heads share.
+template <typename S, typename T>
+struct MixerGradients {
+    GradientRows<S, T> projected, k, beta;
+    GradientRows<T, T> shared;
 };
 
 // Sums over tokens that the backward pass makes for each row and head: of a segment in X = T, of a row in double.
@@ -123,8 +188,9 @@ template <typename S, typename T>
 struct BackwardSums {
     explicit BackwardSums(const Mixer<S, T>& a)
         : shared_size(2 * a.state + a.pairs),
-          shared((a.letters ? groups(a) : 1) * units_in_row(a) * a.sources() * shared_size),
-          heads(a.layout.rows * a.heads * HeadSums<T>(a.state, a.channels).size) {
+          shared(one_unit_has_all(a) ? 0 : (a.letters ? groups(a) : 1) * units_in_row(a) * a.sources() * shared_size),
+          heads(a.layout.rows * a.heads * HeadSums<T>(a.state, a.channels).size),
+          norms((a.letters ? a.letters : a.layout.rows) * 2 * a.state) {
         if (!a.letters) return;
         projected.resize(groups(a) * a.letters * a.width);
         if (!a.k) return;
@@ -133,13 +199,20 @@ struct BackwardSums {
     }
 
     int64_t shared_size;
-    std::vector<T> shared;      // (parts, sources, shared_size), of normalised B, C and omega; see `part`
+    std::vector<T> shared;      // (parts, sources, shared_size), of normalised B, C and omega
     std::vector<double> heads;  // `HeadSums` of each row and head
+    std::vector<double> norms;  // (rows or letters, 2 state), of the weights of the norms of B and C
     std::vector<T> projected, k, beta;  // of letters, for each group
 
-    // Units work on different rows of `shared`; those of groups that share letters on different parts of it.
-    static int64_t part(const Mixer<S, T>& a, int64_t group, int64_t unit) {
-        return (a.letters ? group * units_in_row(a) : 0) + unit;
+    // Units work on different parts of `shared`, and so do groups, which share letters but no tokens.
+    MixerGradients<S, T> of_group(const Mixer<S, T>& a, int64_t group, int64_t unit) {
+        const int64_t part = (a.letters ? group * units_in_row(a) : 0) + unit;
+        T* shared_part = shared.data() + part * a.sources() * shared_size;
+        const auto rows_of = [&](S* stored, std::vector<T>& added, int64_t stride) {
+            return GradientRows<S, T>{stored, a.letters ? added.data() + group * a.letters * stride : nullptr, stride};
+        };
+        return {rows_of(a.grad_projected, projected, a.width), rows_of(a.grad_k, k, a.heads * a.state),
+                rows_of(a.grad_beta, beta, a.heads), {shared_part, a.letters ? shared_part : nullptr, shared_size}};
     }
 };
 

@@ -82,8 +82,32 @@ V exchange(V a, std::index_sequence<l...>) {
 #endif
 }
 
+// Between two vectors: where bit D of a lane is 1 in a, and 0 in b, they change places.
+template <int D, typename V, size_t... l>
+FORCE_INLINE inline void swap_across(V& a, V& b, std::index_sequence<l...>) {
+    constexpr size_t L = sizeof...(l);
+#if defined(__clang__) || __GNUC__ >= 12
+    const V first = __builtin_shufflevector(a, b, (l & D ? L + (l & ~size_t(D)) : l)...);
+    b = __builtin_shufflevector(a, b, (l & D ? L + l : l | D)...);
+    a = first;
+#else
+    const V first = a, second = b;
+    ((a[l] = l & D ? second[l & ~size_t(D)] : first[l], b[l] = l & D ? second[l] : first[l | D]), ...);
+#endif
+}
+
 template <typename T>
 using Lanes = std::make_index_sequence<kLanes<T>>;
+
+// As many vectors as each has lanes: lane j of vector i becomes lane i of vector j.
+template <typename T, int D = 1>
+FORCE_INLINE inline void transpose(Vector<T>* x) {
+    if constexpr (D < kLanes<T>) {
+        for (int64_t i = 0; i < kLanes<T>; ++i)
+            if (!(i & D)) swap_across<D>(x[i], x[i | D], Lanes<T>());
+        transpose<T, 2 * D>(x);
+    }
+}
 
 template <typename T>
 Vector<T> swap_pairs(Vector<T> a) {

@@ -39,8 +39,8 @@ def mixer_results(mixer, letters, index, state, by_letter, **sequences):
     return [*outputs, *torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)]
 
 
-def assert_letters_change_nothing(mixer, index, rows=None, **sequences):
-    letters = torch.randn(LETTERS, mixer.config.hidden_size, dtype=torch.float64, requires_grad=True)
+def assert_letters_change_nothing(mixer, index, rows=None, letters=LETTERS, **sequences):
+    letters = torch.randn(letters, mixer.config.hidden_size, dtype=torch.float64, requires_grad=True)
     state = random_state(mixer, len(index) if rows is None else rows)
     state = type(state)(*(part.requires_grad_() for part in state))
     found, expected = (
@@ -52,10 +52,10 @@ def assert_letters_change_nothing(mixer, index, rows=None, **sequences):
 
 
 @pytest.mark.parametrize("sequences", SEQUENCES)
-@pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
+@pytest.mark.parametrize("backend, hidden", [("cpu", 12), ("cpu", 32), ("chunkwise", 12)])  # 32: 16 heads, in lanes
 @pytest.mark.parametrize("option", OPTIONS)
-def test_letters_change_no_result_and_no_gradient(option, backend, sequences):
-    mixer = make_mixer(option, scan_backend=backend)
+def test_letters_change_no_result_and_no_gradient(option, backend, hidden, sequences):
+    mixer = make_mixer(option, scan_backend=backend, hidden_size=hidden)
     index = words() if sequences != "packed" else words(1, 120)
     rows = 5 if sequences == "packed" else None
     assert_letters_change_nothing(mixer, index, rows, **SEQUENCES[sequences])
@@ -63,15 +63,19 @@ def test_letters_change_no_result_and_no_gradient(option, backend, sequences):
 
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
 @pytest.mark.parametrize("batch, length", [(1, 200), (64, 3), (40, 17), (7, 0)])
-def test_whatever_the_number_of_tokens_for_each_letter(option, batch, length):
-    """Rows are grouped so that the sums of all groups together are no larger than the gradients of tokens."""
-    mixer = make_mixer(option, hidden_size=32, state_size=16, head_dim=16, expand=1, scan_backend="cpu")
-    assert_letters_change_nothing(mixer, words(batch, length))
+@pytest.mark.parametrize("hidden, letters", [(32, 5), (256, 5), (256, 70)])
+def test_whatever_the_number_of_tokens_for_each_letter(option, batch, length, hidden, letters):
+    """
+    Rows are grouped so that the sums of all groups together are no larger than the gradients of tokens; and of letters
+    in lanes, a few are kept as they enter the scan, many are not.
+    """
+    mixer = make_mixer(option, hidden_size=hidden, state_size=16, head_dim=16, expand=1, scan_backend="cpu")
+    assert_letters_change_nothing(mixer, words(batch, length, letters), letters=letters)
 
 
-def letters_given(option, length):
+def letters_given(option, heads, length):
     """What both operators take, projections of letters first, and the options."""
-    sizes = {"hidden_size": 80, "state_size": 16, "head_dim": 16, "expand": 1}
+    sizes = {"hidden_size": 16 * heads, "state_size": 16, "head_dim": 16, "expand": 1}
     *given, contractive, heavy_tail, a_min, epsilon = operator_arguments(
         make_mixer(option, torch.float32, **sizes), rows=3, length=length
     )
@@ -84,8 +88,9 @@ def operator_results(outputs, leaves):
 
 
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
-def test_float32_is_the_same_but_for_the_order_of_sums(option):
-    (given, options), index = letters_given(option, 64), words(3, 64)
+@pytest.mark.parametrize("heads", [5, 16])
+def test_float32_is_the_same_but_for_the_order_of_sums(option, heads):
+    (given, options), index = letters_given(option, heads, 64), words(3, 64)
     leaves = [x for x in given if x is not None]
     tokens = [take_tokens(x, index) for x in given[:3]]
     found = operator_results(letters_operator(*given, index, *options)[:5], leaves)
@@ -95,8 +100,9 @@ def test_float32_is_the_same_but_for_the_order_of_sums(option):
         assert not other.numel() or error(one, other) < 1e-5
 
 
-def test_sums_by_letter_do_not_depend_on_the_number_of_threads():
-    (given, options), index = letters_given("paper", 200), words(3, 200)  # work enough for several threads
+@pytest.mark.parametrize("heads", [5, 32])
+def test_sums_by_letter_do_not_depend_on_the_number_of_threads(heads):
+    (given, options), index = letters_given("paper", heads, 200), words(3, 200)  # work enough for several threads
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 7):
         torch.set_num_threads(threads)

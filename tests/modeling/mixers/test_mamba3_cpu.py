@@ -94,28 +94,47 @@ def test_many_rows(option, heads):
     assert_close(run(mixer, x, state, "cpu"), run(mixer, x, state, "reference"), 1e-10)
 
 
+# Heads that fill vectors of any width lie in their lanes, where states are small.
+LANES = [(16, 16, 16, 4), (16, 6, 4, 2), (32, 5, 3, 1), (16, 17, 9, 8), (48, 2, 1, 1), (16, 64, 16, 5)]
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 40])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_padded_and_packed_sequences(option):
-    mixer = make_mixer(option)
-    x = torch.randn(3, 40, 12, dtype=torch.float64)
+def test_heads_in_lanes(option, length):
+    heads, n, channels, pairs = LANES[(list(OPTIONS).index(option) + length) % len(LANES)]
+    changes = {"output_norm": False} if channels == 1 else {}  # as in fuzzed_cases
+    sizes = {"hidden_size": heads * channels, "state_size": n, "head_dim": channels, "num_rope_pairs": pairs}
+    mixer = make_mixer(option, expand=1, **sizes, **changes)
+    x, state = torch.randn(2, length, heads * channels, dtype=torch.float64), random_state(mixer, 2)
+    assert_close(run(mixer, x, state, "cpu"), run(mixer, x, state, "reference"), 1e-10)
+
+
+@pytest.mark.parametrize("heads", [6, 16])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_padded_and_packed_sequences(option, heads):
+    hidden = 2 * heads
+    mixer = make_mixer(option, hidden_size=hidden)
+    x = torch.randn(3, 40, hidden, dtype=torch.float64)
     mask = torch.rand(3, 40) < 0.6
     mask[1] = False
     state = random_state(mixer, 3)
     assert_close(run(mixer, x, state, "cpu", mask=mask), run(mixer, x, state, "reference", mask=mask), 1e-10)
-    x, state = x.reshape(1, 120, 12), random_state(mixer, 5)
+    x, state = x.reshape(1, 120, hidden), random_state(mixer, 5)
     packed = {"cu_seqlens": torch.tensor([0, 1, 1, 18, 50, 120])}
     assert_close(run(mixer, x, state, "cpu", **packed), run(mixer, x, state, "reference", **packed), 1e-10)
 
 
+@pytest.mark.parametrize("heads", [2, 16])
 @pytest.mark.parametrize("option", ["paper", "rank0", "contractive", "delta", "exact_tracking"])
-def test_float32_to_length_2048_is_as_exact_as_the_definition(option):
+def test_float32_to_length_2048_is_as_exact_as_the_definition(option, heads):
     """
     The RMS of the deviation is below 1e-5 of that of the result. Its largest entry is not, in float32, for the
     definition itself: it is at up to 3e-5 where a gradient is many times its RMS. Four sequences, since the largest
     rounding of a few numbers says little: of one, it came to over twice the definition's on one of several processors.
     """
-    mixer = Mamba3NPLRModel(Mamba3NPLRConfig(hidden_size=32, expand=1, **OPTIONS[option])).layers[0].mixer
-    x = torch.randn(4, 2048, 32)
+    config = Mamba3NPLRConfig(hidden_size=16 * heads, expand=1, **OPTIONS[option])
+    mixer = Mamba3NPLRModel(config).layers[0].mixer
+    x = torch.randn(4, 2048, 16 * heads)
     projected = [mixer.in_proj(x), *((mixer.k_proj(x), mixer.beta_proj(x)) if mixer.config.reflection_rank else ())]
     state = random_state(mixer, 4, torch.float32)
     found, definition = (mix_with_gradients(mixer, projected, state, backend) for backend in ("cpu", "reference"))
@@ -143,10 +162,11 @@ def mix_with_gradients(mixer, projected, state, backend):
     return results_and_gradients(y, Mamba3State(*final), leaves)
 
 
+@pytest.mark.parametrize("hidden", [12, 32])  # 6 heads and 16
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
-def test_bfloat16_is_read_and_rounded_but_computed_in_float32(option):
+def test_bfloat16_is_read_and_rounded_but_computed_in_float32(option, hidden):
     """To the last bit: it is the same arithmetic of our own, between other reads and writes."""
-    mixer = make_mixer(option, torch.float32, head_dim=4, state_size=6)
+    mixer = make_mixer(option, torch.float32, head_dim=4, state_size=6, hidden_size=hidden)
     arguments = operator_arguments(mixer, rows=2, length=20)
     halves = [None if x is None else x.bfloat16() for x in arguments[:3]]
     singles = [None if x is None else x.float().requires_grad_() for x in halves]
@@ -190,9 +210,10 @@ def test_a_second_derivative_is_that_of_the_chunkwise_mixer_which_the_compiled_o
         torch.autograd.grad(first.square().sum(), x)
 
 
-def test_results_do_not_depend_on_the_number_of_threads():
+@pytest.mark.parametrize("heads", [5, 16, 32])
+def test_results_do_not_depend_on_the_number_of_threads(heads):
     """Promised to the last bit by the source: the order of every sum follows from the shape alone."""
-    mixer = make_mixer("paper", torch.float32, hidden_size=80, state_size=16, head_dim=16, expand=1)
+    mixer = make_mixer("paper", torch.float32, hidden_size=16 * heads, state_size=16, head_dim=16, expand=1)
     arguments = operator_arguments(mixer, rows=3, length=200)  # work enough for several threads
     before, results = torch.get_num_threads(), []
     for threads in (1, 2, 7):
@@ -319,6 +340,7 @@ def test_vectors_of_other_widths_give_the_same(width, tmp_path):
     wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     environment = os.environ | {"CXX": str(wrapper), "MAMBA3_NPLR_CACHE": str(tmp_path / "cache")}
     tests = [f"{__file__}::test_the_compiled_mixer_is_the_one_in_torch"]
+    tests += [f"{__file__}::test_heads_in_lanes", f"{TESTS / 'modeling' / 'mixers' / 'test_letters.py'}"]
     tests += [f"{__file__}::test_float32_to_length_2048_is_as_exact_as_the_definition"]
     tests += [f"{TESTS / 'modeling' / 'scan' / 'cpu' / 'test_scan_cpu.py'}::test_the_compiled_scan_is_the_definition"]
     command = [sys.executable, "-m", "pytest", "-q", *tests]
@@ -330,13 +352,18 @@ def test_vectors_of_other_widths_give_the_same(width, tmp_path):
 SANITIZED = """
 #include <cstdio>
 template <typename S, typename T>
-static void fuzz(int64_t n, int64_t p, int64_t m, std::vector<int64_t> lengths, int64_t threads, bool reflects) {
+static void fuzz(int64_t n, int64_t p, int64_t m, std::vector<int64_t> lengths, int64_t threads, bool reflects,
+                 int64_t H = 5, int64_t letters = 0) {
     Mixer<S, T> a{};
     std::vector<int64_t> bounds;
     for (int64_t length : lengths) bounds.push_back(a.tokens), bounds.push_back(a.tokens += length);
     std::vector<int64_t> order(a.tokens);
     for (int64_t i = 0; i < a.tokens; ++i) order[i] = a.tokens - 1 - i;
-    const int64_t rows = lengths.size(), H = 5, pairs = rows * H, tokens = a.tokens, slots = tokens / kSegment + rows;
+    const int64_t rows = lengths.size(), pairs = rows * H, tokens = a.tokens, slots = tokens / kSegment + rows;
+    const int64_t sources = letters ? letters : tokens;
+    std::vector<int64_t> index(tokens);
+    for (int64_t i = 0; letters && i < tokens; ++i) index[i] = i * 7 % letters;
+    a.letters = letters, a.index = index.data();
     a.layout = {rows, 0, bounds.data(), order.data()};
     a.width = 2 * H * p + 2 * n + 3 * H + m, a.heads = H, a.state = n, a.channels = p, a.pairs = m;
     a.threads = threads, a.a_min = 1e-4, a.epsilon = 1e-5;
@@ -345,10 +372,10 @@ static void fuzz(int64_t n, int64_t p, int64_t m, std::vector<int64_t> lengths, 
     std::vector<std::vector<S>> stored;
     const auto make = [&](int64_t size) { return memory.emplace_back(size, T(0.1)).data(); };
     const auto make_s = [&](int64_t size) { return stored.emplace_back(size, S{}).data(); };
-    a.projected = make_s(tokens * a.width), a.out = make_s(tokens * H * p), a.grad_out = make_s(tokens * H * p);
-    a.grad_projected = make_s(tokens * a.width);
-    if (reflects) a.k = make_s(tokens * H * n), a.grad_k = make_s(tokens * H * n);
-    if (reflects) a.beta = make_s(tokens * H), a.grad_beta = make_s(tokens * H);
+    a.projected = make_s(sources * a.width), a.out = make_s(tokens * H * p), a.grad_out = make_s(tokens * H * p);
+    a.grad_projected = make_s(sources * a.width);
+    if (reflects) a.k = make_s(sources * H * n), a.grad_k = make_s(sources * H * n);
+    if (reflects) a.beta = make_s(sources * H), a.grad_beta = make_s(sources * H);
     a.dt_bias = make(H), a.C_weight = make(n), a.C_bias = make(H * n), a.D = make(H), a.norm_weight = make(H * p);
     a.B_weight = make(n), a.B_bias = make(H * n), a.grad_B_weight = make(n), a.grad_B_bias = make(H * n);
     a.grad_dt_bias = make(H), a.grad_C_weight = make(n), a.grad_C_bias = make(H * n), a.grad_D = make(H);
@@ -367,6 +394,12 @@ int main() {
     for (int64_t threads : {1, 4})
         for (bool reflects : {false, true}) {
             fuzz<float, float>(16, 16, 4, {0, 1, 16, 17, 300}, threads, reflects);
+            fuzz<float, float>(16, 16, 4, {0, 1, 16, 17, 300}, threads, reflects, 16);
+            fuzz<float, float>(16, 16, 4, {0, 1, 16, 17, 300}, threads, reflects, 32, 5);
+            fuzz<float, float>(7, 5, 3, {40, 40, 2}, threads, reflects, 16, 70);
+            fuzz<double, double>(3, 18, 1, {40, 5}, threads, reflects, 48, 3);
+            fuzz<BFloat16, float>(5, 17, 2, {40, 5}, threads, reflects, 16);
+            fuzz<BFloat16, float>(5, 17, 2, {40, 5}, threads, reflects, 5, 4);
             fuzz<float, float>(3, 5, 1, {40}, threads, reflects);
             fuzz<float, float>(1, 1, 0, {7, 33}, threads, reflects);
             fuzz<double, double>(6, 7, 3, {18, 0, 5}, threads, reflects);
