@@ -75,8 +75,8 @@ class CompiledDelta(DifferentiableOperator):
         "kept": Argument("slots heads state channels"),
     }
     device_types = "cpu"
-    delta_forward = CompiledFunction("delta_forward", delta_fields())
-    delta_backward = CompiledFunction("delta_backward", delta_fields())
+    delta_forward = CompiledFunction("delta_forward", delta_fields(), part="delta")
+    delta_backward = CompiledFunction("delta_backward", delta_fields(), part="delta")
 
     def check(self, operator, tensors, gated, **numbers):
         arguments = OperatorArguments(operator, tuple(ELEMENTS))

@@ -20,8 +20,8 @@ class CompiledSwiGLU(DifferentiableOperator):
     given = {"projected": Argument("batch length both", "element")}
     for_gradient = {"grad_out": Argument("batch length size", "element")}
     device_types = "cpu"
-    swiglu_forward = CompiledFunction("swiglu_forward", swiglu_fields())
-    swiglu_backward = CompiledFunction("swiglu_backward", swiglu_fields())
+    swiglu_forward = CompiledFunction("swiglu_forward", swiglu_fields(), part="delta")
+    swiglu_backward = CompiledFunction("swiglu_backward", swiglu_fields(), part="delta")
 
     def check(self, operator, tensors):
         arguments = OperatorArguments(operator, tuple(ELEMENTS))

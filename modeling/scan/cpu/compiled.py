@@ -22,6 +22,8 @@ logger = logging.get_logger(__name__)
 
 # What the projections make and take, in torch and in C++; there is a library for each.
 ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16"}
+# Of the library, with what the compiler is told: the scan with the Mamba-3 mixers, and the delta family.
+PARTS = {"scan": (), "delta": ("-DDELTA_FAMILY",)}
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -61,9 +63,9 @@ def explain(error: Exception) -> str:
 
 
 @cache
-def library(dtype: torch.dtype) -> ctypes.CDLL:
+def library(dtype: torch.dtype, part: str = "scan") -> ctypes.CDLL:
     element = ELEMENTS[dtype]
-    loaded = load_library(f"scan_{element.lower()}", SOURCE, (f"-DELEMENT={element}",))
+    loaded = load_library(f"{part}_{element.lower()}", SOURCE, (f"-DELEMENT={element}", *PARTS[part]))
     # Threads of its own would compete with those of torch, which keep spinning for a while after each operator.
     for openmp in sorted(Path(torch.__file__).with_name("lib").glob("libgomp*.so*")):
         loaded.use_pool(ctypes.CDLL(str(openmp)).GOMP_parallel)
@@ -75,12 +77,13 @@ INTEGER, NUMBER, TENSOR = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 class CompiledFunction:
     """
-    A function of the library over one struct: where the sequences lie, then `fields` in the order of the C++ source,
-    INTEGER, NUMBER or TENSOR each. What is not given is 0 or null. It trusts all of them: see `operator_arguments`.
+    A function of a part of the library over one struct: where the sequences lie, then `fields` in the order of the C++
+    source, INTEGER, NUMBER or TENSOR each. What is not given is 0 or null. It trusts all of them: see
+    `operator_arguments`.
     """
 
-    def __init__(self, name: str, fields: dict[str, type]):
-        self.name = name
+    def __init__(self, name: str, fields: dict[str, type], part: str = "scan"):
+        self.name, self.part = name, part
         layout = {"rows": INTEGER, "equal_length": INTEGER, "bounds": TENSOR, "order": TENSOR}
         self.struct = type("Arguments", (ctypes.Structure,), {"_fields_": list((layout | fields).items())})
         self.functions = {}
@@ -89,7 +92,7 @@ class CompiledFunction:
         """The function for tensors of this dtype."""
         if dtype not in self.functions:
             try:
-                self.functions[dtype] = getattr(library(dtype), self.name)
+                self.functions[dtype] = getattr(library(dtype, self.part), self.name)
             except (subprocess.CalledProcessError, OSError) as error:
                 advice = "scan_backend='chunkwise' needs no compiler"
                 raise RuntimeError(
@@ -119,10 +122,10 @@ class CompiledFunction:
 
 def main() -> None:
     with ThreadPoolExecutor() as pool:  # each waits for its compiler
-        tries = {dtype: pool.submit(library, dtype) for dtype in ELEMENTS}
-    for dtype, attempt in tries.items():
+        tries = {(part, dtype): pool.submit(library, dtype, part) for part in PARTS for dtype in ELEMENTS}
+    for (part, dtype), attempt in tries.items():
         error = attempt.exception()
-        print(f"{dtype}: {'ready' if error is None else explain(error)}")
+        print(f"{part}, {dtype}: {'ready' if error is None else explain(error)}")
 
 
 if __name__ == "__main__":

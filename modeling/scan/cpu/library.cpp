@@ -22,8 +22,8 @@
 #include "swiglu.h"
 #include "work.h"
 
-// A library is for one type of what the projections make and take: three at once would take three times as long to
-// compile, and most processes need one.
+// A library is for one type of what the projections make and take, and for the scan and the Mamba-3 mixers or for the
+// delta family: all at once would take several times as long to compile, and most processes need one.
 #ifndef ELEMENT
 #define ELEMENT float
 #endif
@@ -42,6 +42,7 @@ static int failed(const Function& function) {
 }
 
 extern "C" {
+#ifndef DELTA_FAMILY
 int scan_forward(const Scan<Element, Inside>* scan) {
     return failed([&] { run(*scan, true); });
 }
@@ -59,18 +60,6 @@ int mixer_step(const MixerStep<Inside>* a) {
         if constexpr (std::is_same_v<Element, Inside>) step(*a);
     });
 }
-int delta_forward(const Delta<Element, Inside>* delta) {
-    return failed([&] { run(*delta, true); });
-}
-int delta_backward(const Delta<Element, Inside>* delta) {
-    return failed([&] { run(*delta, false); });
-}
-int swiglu_forward(const SwiGLU<Element, Inside>* network) {
-    return failed([&] { run(*network, true); });
-}
-int swiglu_backward(const SwiGLU<Element, Inside>* network) {
-    return failed([&] { run(*network, false); });
-}
 // Returns 2 where a number is not finite.
 int policy_step(const PolicyStep<Inside>* a, const Inside* observations, Inside* const* states, Inside* actions) {
     bool finite = false;
@@ -83,8 +72,22 @@ int64_t scan_segment() { return kSegment; }
 int64_t scan_bytes() { return sizeof(Scan<Element, Inside>); }
 int64_t mixer_bytes() { return sizeof(Mixer<Element, Inside>); }
 int64_t mixer_step_bytes() { return sizeof(MixerStep<Inside>); }
+int64_t policy_step_bytes() { return sizeof(PolicyStep<Inside>); }
+#else
+int delta_forward(const Delta<Element, Inside>* delta) {
+    return failed([&] { run(*delta, true); });
+}
+int delta_backward(const Delta<Element, Inside>* delta) {
+    return failed([&] { run(*delta, false); });
+}
+int swiglu_forward(const SwiGLU<Element, Inside>* network) {
+    return failed([&] { run(*network, true); });
+}
+int swiglu_backward(const SwiGLU<Element, Inside>* network) {
+    return failed([&] { run(*network, false); });
+}
 int64_t delta_bytes() { return sizeof(Delta<Element, Inside>); }
 int64_t swiglu_bytes() { return sizeof(SwiGLU<Element, Inside>); }
-int64_t policy_step_bytes() { return sizeof(PolicyStep<Inside>); }
+#endif
 void use_pool(Pool given) { pool = given; }
 }

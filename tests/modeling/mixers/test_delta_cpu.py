@@ -372,7 +372,7 @@ def test_compiled_code_has_no_numbers_of_its_own(monkeypatch):
 
 
 def test_python_and_the_library_agree_on_the_struct():
-    assert compiled_library(torch.float32).delta_bytes() == ctypes.sizeof(CompiledDelta.delta_forward.struct)
+    assert compiled_library(torch.float32, "delta").delta_bytes() == ctypes.sizeof(CompiledDelta.delta_forward.struct)
 
 
 def count_calls(monkeypatch) -> list:

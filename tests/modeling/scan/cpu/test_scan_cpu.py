@@ -226,7 +226,7 @@ def test_a_compilation_is_announced_before_it_begins(monkeypatch, tmp_path):
 
 
 def test_a_library_that_cannot_be_built_later_is_an_error_with_advice(monkeypatch):
-    def refuse(dtype):
+    def refuse(dtype, part):
         raise OSError("the disk is full")
 
     monkeypatch.setattr(compiled, "library", refuse)
