@@ -7,6 +7,10 @@ A training step of each model of the paper, on batches of two of its tasks, as a
 All models take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
 memory is what a step adds at its peak to the resident memory before it, gradients and optimiser included. With
 `--against` each step takes turns with that of another revision, as a ratio to it.
+
+After each step come the products of matrices alone that the linear maps of the model make in a step, forward and
+backward, for every token: what a step takes more than these is the price of everything else. A model that computes
+what equal tokens share only once makes fewer of them.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import statistics
 import time
 
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 import mamba3_nplr
@@ -64,6 +69,31 @@ class Trainee:
         return {"parameters": self.model.num_parameters(), "state": sum(parts)}
 
 
+class MatrixProducts:
+    """What the linear maps of a model multiply in one training step, and nothing else."""
+
+    def __init__(self, trainee: Trainee):
+        tokens = trainee.inputs["labels"].shape[:2].numel()
+        linears = [module for module in trainee.model.modules() if isinstance(module, nn.Linear)]
+        sizes = {size for linear in linears for size in (linear.in_features, linear.out_features)}
+        vectors = {size: torch.randn(tokens, size) for size in sizes}
+        given = trainee.model.get_input_embeddings()  # whose inputs have no gradient
+        self.products = [
+            (linear.weight.detach(), vectors[linear.in_features], vectors[linear.out_features], linear is not given)
+            for linear in linears
+        ]
+
+    def run(self) -> float:
+        """Seconds of all of them."""
+        start = time.perf_counter()
+        for weight, x, gradient, has_input_gradient in self.products:
+            torch.mm(x, weight.T)
+            torch.mm(gradient.T, x)
+            if has_input_gradient:
+                torch.mm(gradient, weight)
+        return time.perf_counter() - start
+
+
 def peak_memory(trainee: Trainee) -> float:
     """Megabytes that a step adds to the resident memory at its peak."""
     ctypes.CDLL(None).malloc_trim(0)
@@ -71,17 +101,21 @@ def peak_memory(trainee: Trainee) -> float:
 
 
 def measure(shape: str, names: list[str], repeats: int) -> dict[str, dict[str, float]]:
-    memory, trainees, times = {}, {}, {name: [] for name in names}
+    memory, trainees, times, products = {}, {}, {name: [] for name in names}, {name: [] for name in names}
     for name in names:
         trainees[name] = Trainee(name, shape)
         memory[name] = peak_memory(trainees[name])  # the first step: it makes the gradients and moments too
+    alone = {name: MatrixProducts(trainee) for name, trainee in trainees.items()}
     for _ in range(repeats):
         for name in names:
             times[name].append(trainees[name].step())
+            products[name].append(alone[name].run())
     return {
         name: {
             "step_ms": 1000 * statistics.median(times[name]),
             "ratio": statistics.median(a / b for a, b in zip(times[name], times[REFERENCE], strict=True)),
+            "products_ms": 1000 * statistics.median(products[name]),
+            "ratio_to_products": statistics.median(a / b for a, b in zip(times[name], products[name], strict=True)),
             "peak_mb": memory[name],
             **trainees[name].sizes(),
         }
@@ -106,13 +140,16 @@ def main() -> None:
         cases = [(shape, name) for shape in SHAPES for name in names]
         write_results(given.out, measure_against(given.against, cases, given.repeats))
         return
-    print("| shape | model | step (ms) | ratio to NPLR | peak memory (MB) | parameters | state |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    titles = ("shape", "model", "step (ms)", "ratio to NPLR", "matrix products (ms)", "ratio to these")
+    titles += ("peak memory (MB)", "parameters", "state")
+    print(f"| {' | '.join(titles)} |")
+    print(f"|{' --- |' * len(titles)}")
     results = {}
     for shape in SHAPES:
         results[shape] = measure(shape, names, given.repeats)
         for name, row in results[shape].items():
-            numbers = f"{row['step_ms']:.1f} | {row['ratio']:.2f} | {row['peak_mb']:.0f}"
+            numbers = f"{row['step_ms']:.1f} | {row['ratio']:.2f} | {row['products_ms']:.1f}"
+            numbers += f" | {row['ratio_to_products']:.2f} | {row['peak_mb']:.0f}"
             print(f"| {shape} | {name} | {numbers} | {row['parameters']:,} | {row['state']:,} |", flush=True)
     write_results(given.out, {"settings": {"repeats": given.repeats}, "results": results})
 
