@@ -21,7 +21,7 @@ class DeltaWeights(NamedTuple):
     norm_weight: torch.Tensor  # (values,)
 
 
-# The width of what is projected is best a multiple of this, for matrix products and memory: see `project`.
+# The width of what is projected may be filled up to a multiple of this, which is faster: see `project`.
 COLUMNS = 16
 
 TOKENS = {"projected": Argument("batch length width", "element")}
@@ -95,8 +95,9 @@ class CompiledDelta(DifferentiableOperator):
             allowed = f"of {heads * n} and, for each delta step, {heads * (n + channels)}, by the shape of h0"
             arguments.refuse("last0", f"has {convolved} columns", allowed)
         least = convolved + heads * (steps + (tensors["A_log"] is not None) + gated * channels)
-        if not least <= sizes["width"] < least + COLUMNS:
-            allowed = f"of {least} or up to {COLUMNS - 1} more, by the shape of the state"
+        filled = -(-least // COLUMNS) * COLUMNS
+        if sizes["width"] not in (least, filled):
+            allowed = f"of {least} or {filled}, by the shape of the state"
             arguments.refuse("projected", f"has {sizes['width']} columns", allowed)
         arguments.check(WEIGHTS, tensors)
         conv_width = sizes.setdefault("conv_width", 0)
@@ -165,8 +166,8 @@ def delta_cpu(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """
     Args:
-        projected (batch, length, width): Columns of q, k, v, with an output gate g, b, with a decay a, and up to
-            `COLUMNS - 1` that nobody reads.
+        projected (batch, length, width): Columns of q, k, v, with an output gate g, b, with a decay a, and some
+            that nobody reads, up to a multiple of `COLUMNS`.
         state: h and the last tokens before these, a row for each sequence.
         gated: Whether there is an output gate.
         index (batch, length): Which letter each token is; `projected` is then (letters, width).

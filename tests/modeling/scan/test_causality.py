@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from helpers.model_cases import build
+from helpers.family_cases import build_case
 from helpers.scan_cases import FORMS, run, scan_inputs, scan_state
-from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling.scan.definition import ScanInputs
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS
 
@@ -136,12 +135,12 @@ def test_the_chunkwise_scan_has_gradients_of_what_came_before():
 
 
 @pytest.mark.parametrize("change", [1e6, 1e30, float("nan"), float("inf")])
-@pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
+@pytest.mark.parametrize("case", ["paper", "rank0", "exact_tracking", "deltanet", "deltaproduct", "gdn", "gdp"])
 @pytest.mark.parametrize("backend", TO_THE_TOKEN)
 @torch.no_grad()
-def test_a_mixer_does_not_look_ahead(backend, option, change):
+def test_a_mixer_does_not_look_ahead(backend, case, change):
     for dtype in DTYPES:
-        mixer = build(Mamba3NPLRModel, option, dtype, num_hidden_layers=1).layers[0].mixer
+        mixer = build_case(case, dtype=dtype, num_hidden_layers=1).layers[0].mixer
         mixer.config.scan_backend = backend
         x = torch.randn(2, LENGTH, mixer.config.hidden_size, dtype=dtype)
         y, state = mixer(x)

@@ -8,12 +8,14 @@ import torch
 
 from helpers.family_cases import build_case
 from helpers.fuzz_targets import TARGETS
-from helpers.mixer_cases import operator_arguments
+from helpers.mixer_cases import delta_operator_arguments, make_delta_mixer, operator_arguments
 from helpers.model_cases import build
 from helpers.places import PROGRAMS
 from helpers.scan_cases import scan_inputs, scan_state
 from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers import delta_cpu
 from mamba3_nplr.modeling.mixers import mamba3_cpu as mixer_cpu
+from mamba3_nplr.modeling.mixers.delta import DeltaState
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
 from mamba3_nplr.modeling.scan.cpu import operator as scan_cpu
@@ -44,13 +46,26 @@ def mixer_call() -> dict:
     return dict(zip(names, values, strict=True)) | token_order(MASK, None, 3, 5)._asdict()
 
 
-def letters_call() -> dict:
-    call, letters = mixer_call(), torch.tensor([[0, 3, 1, 0, 2], [3, 3, 0, 1, 1], [2, 0, 0, 0, 0]])
-    call |= {name: call[name].flatten(0, 1)[:4].clone() for name in mixer_cpu.LETTERS}
-    return {
-        name: letters if name == "index" else call[name]
-        for name in (*mixer_cpu.CompiledMixerOfLetters.given, *mixer_cpu.CompiledMixer.options)
-    }
+def delta_call() -> dict:
+    mixer = make_delta_mixer("gdp_everything", torch.float32)
+    values = delta_operator_arguments(mixer, rows=3, length=5)
+    names = (*delta_cpu.CompiledDelta.given, *delta_cpu.CompiledDelta.options)
+    return dict(zip(names, values, strict=True)) | token_order(MASK, None, 3, 5)._asdict()
+
+
+def letters_call(call: dict, kind: type, letters: dict) -> dict:
+    """The same call of another kind of operator, where each token is one of four of the `letters` of its table."""
+    index = torch.tensor([[0, 3, 1, 0, 2], [3, 3, 0, 1, 1], [2, 0, 0, 0, 0]])
+    call |= {name: call[name].flatten(0, 1)[:4].clone() for name in letters}
+    return {name: index if name == "index" else call[name] for name in (*kind.given, *kind.options)}
+
+
+def mixer_letters_call() -> dict:
+    return letters_call(mixer_call(), mixer_cpu.CompiledMixerOfLetters, mixer_cpu.LETTERS)
+
+
+def delta_letters_call() -> dict:
+    return letters_call(delta_call(), delta_cpu.CompiledDeltaOfLetters, delta_cpu.LETTERS)
 
 
 def backward_call(call: dict, operator, kind) -> dict:
@@ -63,9 +78,15 @@ OPERATORS = {
     "scan_cpu_backward": lambda: backward_call(scan_call(), scan_cpu.scan_operator, scan_cpu.CompiledScan),
     "mixer_cpu": mixer_call,
     "mixer_cpu_backward": lambda: backward_call(mixer_call(), mixer_cpu.mixer_operator, mixer_cpu.CompiledMixer),
-    "mixer_cpu_letters": letters_call,
+    "mixer_cpu_letters": mixer_letters_call,
     "mixer_cpu_letters_backward": lambda: backward_call(
-        letters_call(), mixer_cpu.letters_operator, mixer_cpu.CompiledMixerOfLetters
+        mixer_letters_call(), mixer_cpu.letters_operator, mixer_cpu.CompiledMixerOfLetters
+    ),
+    "delta_cpu": delta_call,
+    "delta_cpu_backward": lambda: backward_call(delta_call(), delta_cpu.delta_operator, delta_cpu.CompiledDelta),
+    "delta_cpu_letters": delta_letters_call,
+    "delta_cpu_letters_backward": lambda: backward_call(
+        delta_letters_call(), delta_cpu.letters_operator, delta_cpu.CompiledDeltaOfLetters
     ),
     "scan_triton": scan_call,
     "scan_triton_backward": lambda: backward_call(scan_call(), scan_triton.scan_operator, scan_triton.TritonScan),
@@ -79,6 +100,7 @@ def without_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 OPTIONAL = ("carry", "k", "reflection", "D", "beta", "A_bias", "B_weight", "B_bias", "norm_weight", "bounds", "order")
+OPTIONAL += ("conv_weight", "A_log", "dt_bias")
 SPOILED = {
     "dtype": lambda x: x.to(torch.int32 if x.is_floating_point() else torch.float32),
     "axis": lambda x: x[None],
@@ -94,6 +116,10 @@ MIXER_SCHEMA = """Tensor projected, Tensor? k, Tensor? beta, Tensor dt_bias, Ten
     Tensor? B_bias, Tensor C_weight, Tensor C_bias, Tensor D, Tensor? norm_weight, Tensor h0, Tensor B0, Tensor u0,
     Tensor phase0, Tensor? bounds, Tensor? order, bool contractive, bool heavy_tail, float a_min, float epsilon"""
 LETTERS_SCHEMA = MIXER_SCHEMA.replace("Tensor? order,", "Tensor? order, Tensor index,")
+DELTA_SCHEMA = """Tensor projected, Tensor? conv_weight, Tensor? A_log, Tensor? dt_bias, Tensor norm_weight, Tensor h0,
+    Tensor last0, Tensor? bounds, Tensor? order, bool gated, float beta_max, float key_epsilon, float epsilon"""
+DELTA_LETTERS_SCHEMA = DELTA_SCHEMA.replace("Tensor? order,", "Tensor? order, Tensor index,")
+FOR_THE_DELTA = "Tensor grad_out, Tensor grad_h, Tensor grad_last, Tensor kept"
 FOR_THE_MIXER = "Tensor grad_out, Tensor grad_h, Tensor grad_B, Tensor grad_u, Tensor grad_phase, Tensor kept"
 SCHEMAS = {
     "scan_cpu": f"({SCAN_SCHEMA}) -> (Tensor, Tensor, Tensor)",
@@ -104,6 +130,10 @@ SCHEMAS = {
     "mixer_cpu_backward": f"({FOR_THE_MIXER}, Tensor kept_phase, {MIXER_SCHEMA}) -> Tensor[]",
     "mixer_cpu_letters": f"({LETTERS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "mixer_cpu_letters_backward": f"({FOR_THE_MIXER}, Tensor kept_phase, {LETTERS_SCHEMA}) -> Tensor[]",
+    "delta_cpu": f"({DELTA_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "delta_cpu_backward": f"({FOR_THE_DELTA}, {DELTA_SCHEMA}) -> Tensor[]",
+    "delta_cpu_letters": f"({DELTA_LETTERS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    "delta_cpu_letters_backward": f"({FOR_THE_DELTA}, {DELTA_LETTERS_SCHEMA}) -> Tensor[]",
 }
 
 
@@ -120,6 +150,10 @@ def test_tables_of_arguments_are_in_the_order_of_the_tuples_that_are_unpacked_in
     expected = ("projected", "k", "beta", *mixer_cpu.MixerWeights._fields, *states, *TokenOrder._fields)
     assert tuple(mixer_cpu.CompiledMixer.given) == expected
     assert tuple(mixer_cpu.CompiledMixerOfLetters.given) == (*expected, "index")
+    expected = ("projected", *delta_cpu.DeltaWeights._fields, "h0", "last0", *TokenOrder._fields)
+    assert len(DeltaState._fields) == 2 and tuple(delta_cpu.CompiledDelta.given) == expected
+    assert tuple(delta_cpu.CompiledDeltaOfLetters.given) == (*expected, "index")
+    assert tuple(make_delta_mixer().options()) == tuple(delta_cpu.CompiledDelta.options)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -134,13 +168,15 @@ def test_an_operator_names_the_tensor_that_does_not_fit(name):
         if argument not in OPTIONAL:  # torch takes None for a tensor
             with pytest.raises(ValueError, match=f"^{argument} is None"):
                 operator(*(call | {argument: None}).values())
+        if (kind, argument) == ("size", "projected") and name.startswith("delta_cpu_letters"):
+            continue  # a table of more letters is one as well
         # Which of two tensors is too long shows only where they meet.
         messages = {"device": "^The tensors are on cpu, meta", "size": "^[a-zA-Z_0]+ .*must be"}
         with pytest.raises(ValueError, match=messages.get(kind, f"^{argument} ")):
             operator(*(call | {argument: spoil(call[argument])}).values())
 
 
-@pytest.mark.parametrize("name", ["scan_cpu", "scan_cpu_backward", "mixer_cpu", "mixer_cpu_backward", "scan_triton"])
+@pytest.mark.parametrize("name", [*(name for name in OPERATORS if "cpu" in name), "scan_triton"])
 def test_places_of_sequences_outside_of_the_tokens_are_refused(name):
     operator, call = getattr(getattr(torch.ops, NAMESPACE), name), OPERATORS[name]()
     bounds, order = call["bounds"], call["order"]
@@ -172,12 +208,36 @@ def test_options_of_a_mixer_that_belong_together_are_refused_alone():
             mixer_cpu.mixer_operator(*(mixer_call() | change).values())
 
 
+def test_arguments_of_the_delta_family_that_do_not_belong_together_are_refused():
+    call = delta_call()
+    rows, before, convolved = call["last0"].shape
+    for change, message in [
+        ({"dt_bias": None}, "A_log and dt_bias belong together; delta_cpu was given no dt_bias"),
+        ({"A_log": None, "dt_bias": None}, "^projected has .* columns; .* by the shape of the state"),
+        ({"gated": False}, "^projected has .* columns; .* by the shape of the state"),
+        ({"projected": call["projected"][..., :-1]}, "^projected has"),
+        ({"projected": torch.zeros(3, 5, call["projected"].shape[2] + 1)}, "^projected has 100 columns; .* 99 or 112"),
+        ({"conv_weight": None}, "^last0 holds 2 tokens; .* of 0"),
+        ({"conv_weight": call["conv_weight"][:, :0]}, "^conv_weight has 0 columns"),
+        ({"last0": torch.zeros(rows, before + 1, convolved)}, "^last0 holds 3 tokens; .* of 2"),
+        ({"last0": torch.zeros(rows, before, convolved - 1)}, "^last0 has .* columns; .* for each delta step"),
+        ({"last0": torch.zeros(rows, before, 12)}, "^last0 has 12 columns"),
+        ({"h0": torch.zeros(3, 0, 4, 6)}, "^last0 has .* columns"),
+        ({"beta_max": float("nan")}, "^beta_max is nan"),
+        ({"key_epsilon": float("inf")}, "^key_epsilon is inf"),
+        ({"epsilon": float("inf")}, "^epsilon is inf"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            delta_cpu.delta_operator(*(call | change).values())
+
+
 @pytest.mark.parametrize("wrong", [-1, 4, 1 << 40])
-def test_letters_that_are_not_there_are_refused(wrong):
-    call = letters_call()
+@pytest.mark.parametrize("name", ["mixer_cpu_letters", "delta_cpu_letters"])
+def test_letters_that_are_not_there_are_refused(name, wrong):
+    operator, call = getattr(getattr(torch.ops, NAMESPACE), name), OPERATORS[name]()
     call["index"][2, 4] = wrong  # padding: nobody would read it
-    with pytest.raises(ValueError, match=f"^index holds {wrong}; for mixer_cpu_letters it must be of numbers 0 to 3"):
-        mixer_cpu.letters_operator(*call.values())
+    with pytest.raises(ValueError, match=f"^index holds {wrong}; for {name} it must be of numbers 0 to 3"):
+        operator(*call.values())
 
 
 def mixers(backend: str) -> dict:
