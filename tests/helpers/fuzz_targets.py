@@ -4,15 +4,20 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import nn
 
 from helpers.family_cases import DELTA_CASES, build_case
+from helpers.mixer_cases import make_delta_mixer
 from helpers.model_cases import OPTIONS, SIZES, build
 from helpers.scan_cases import scan_inputs, scan_state
 from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr.modeling.mixers import delta, delta_cpu
 from mamba3_nplr.modeling.mixers import mamba3_cpu as mixer_cpu
+from mamba3_nplr.modeling.mixers.delta import DeltaState
+from mamba3_nplr.modeling.mixers.joined_projections import project
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.scan.cpu import operator as scan_cpu
 from mamba3_nplr.modeling.scan.definition import VECTORS, ScanInputs, ScanState, scan_definition
@@ -22,6 +27,7 @@ from mamba3_nplr.modeling.scan.sequences import token_order
 # What gradients are of.
 SCAN_LEAVES = (*ScanInputs._fields, "h0", "B0", "u0")
 MIXER_LEAVES = (*mixer_cpu.TOKENS, *mixer_cpu.WEIGHTS, *mixer_cpu.STATES)
+DELTA_LEAVES = (*delta_cpu.TOKENS, *delta_cpu.WEIGHTS, *delta_cpu.STATES)
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3, torch.bfloat16: 0.2}
 
 
@@ -255,6 +261,75 @@ def mixer_backward_call(draw: random.Random) -> Call:
     return Call(before | call.arguments, run, reference, 100 * call.tolerance)
 
 
+# The mixer of the delta family between its projections
+
+
+def delta_by_rows(mixer, given: dict) -> list[torch.Tensor]:
+    """The output and the state of the mixer in torch with these weights, a sequence at a time."""
+    mixer = copy.deepcopy(mixer)
+    mixer.config.scan_backend, mixer.config.beta_max = "reference", float(given["beta_max"])
+    mixer.conv_weight = lambda: given["conv_weight"]
+    for module, name, value in (
+        (mixer, "A_log", given["A_log"]),
+        (mixer, "dt_bias", given["dt_bias"]),
+        (mixer.o_norm, "weight", given["norm_weight"]),
+    ):
+        replace(module, name, value)
+    mixer.o_norm.eps = given["epsilon"]
+    projected, state = given["projected"], DeltaState(given["h0"], given["last0"])
+    batch, length = projected.shape[:2]
+    out, last = projected.new_zeros(batch * length, mixer.o_proj.in_features), []
+    with mock.patch.object(delta, "KEY_EPSILON", given["key_epsilon"]):
+        for row, (at, [part]) in enumerate(in_rows([projected], batch, length, given["bounds"], given["order"])):
+            one, final = mixer.mix(part, DeltaState(*(x[row : row + 1] for x in state)), None, None)
+            out, last = out.index_copy(0, at, one[0].to(out.dtype)), [*last, final]
+    return [out.view(batch, length, out.shape[-1]), *(torch.cat(parts) for parts in zip(*last, strict=True))]
+
+
+def delta_operator_call(draw: random.Random) -> Call:
+    return make_delta_call(draw)[0]
+
+
+def make_delta_call(draw: random.Random) -> tuple[Call, nn.Module]:
+    dtype, case = draw.choice([torch.float64, torch.float32]), draw.choice(DELTA_CASES)
+    sizes = draw.choice([{}, {"head_key_dim": 16, "head_value_dim": 16}, {"head_key_dim": 5, "head_value_dim": 3}])
+    mixer = make_delta_mixer(case, dtype, **sizes)
+    batch, length, sequences = random_sequences(draw)
+    projected = project(mixer, list(mixer.projections), torch.randn(batch, length, 12, dtype=dtype))
+    state = (torch.randn(shape, dtype=dtype) for shape in mixer.state_shapes(row_count(batch, sequences)))
+    order = token_order(sequences.get("mask"), sequences.get("cu_seqlens"), batch, length)
+    values = (projected, *mixer.weights(), *state, *order)
+    values = (None if x is None else x.detach().clone() for x in values)
+    call = Call(
+        dict(zip(delta_cpu.CompiledDelta.given, values, strict=True)) | mixer.options(),
+        lambda given: [x.detach() for x in delta_cpu.delta_operator(*given.values())[:3]],
+        lambda given: [x.detach() for x in delta_by_rows(mixer, plain(given))],
+        TOLERANCES[dtype],
+    )
+    return call, mixer
+
+
+def delta_backward_call(draw: random.Random) -> Call:
+    call, mixer = make_delta_call(draw)
+    *outputs, kept = delta_cpu.delta_operator(*call.arguments.values())
+    names = ("grad_out", "grad_h", "grad_last")
+    before = {name: torch.randn_like(x) for name, x in zip(names, outputs, strict=True)} | {"kept": kept}
+    original = {"kept": kept} | call.arguments
+
+    def reference(given: dict) -> list[torch.Tensor]:
+        given = plain(given)
+        leaves = [given[name] for name in DELTA_LEAVES if given[name] is not None]
+        outputs = delta_by_rows(mixer, given)
+        total = sum((given[name] * x).sum() for name, x in zip(names, outputs, strict=True))
+        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+        return grads if unchanged(given, original) else [None] * len(grads)
+
+    def run(given: dict) -> list[torch.Tensor]:
+        return delta_cpu.delta_backward_operator(*given.values())
+
+    return Call(before | call.arguments, run, reference, 100 * call.tolerance)
+
+
 # Mixers and models
 
 
@@ -313,6 +388,8 @@ TARGETS = {
     "scan_cpu_backward": scan_backward_call,
     "mixer_cpu": mixer_operator_call,
     "mixer_cpu_backward": mixer_backward_call,
+    "delta_cpu": delta_operator_call,
+    "delta_cpu_backward": delta_backward_call,
     "scan()": scan_call,
     "mixers": mixer_call,
     "models": model_call,

@@ -24,7 +24,7 @@ class DeltaWorker {
     static constexpr int64_t L = kLanes<T>;
 
   public:
-    // The sums may be null in the forward pass.
+    // For the backward pass, with its sums; for the forward pass these are null.
     DeltaWorker(const Delta<S, T>& delta, DeltaSums<S, T>* sums)
         : a(delta),
           units(delta),
@@ -35,14 +35,14 @@ class DeltaWorker {
           read_scale(T(1) / std::sqrt(T(delta.state))),
           sums(sums),
           s(memory, most_tokens, delta.steps, n, p, delta.A_log),
-          core(memory, s, delta.grad_out),
-          q(delta, memory, units.heads, columns.q, 1, n),
-          k(delta, memory, units.heads, columns.k, delta.steps, n),
-          v(delta, memory, units.heads, columns.v, delta.steps, p),
+          core(memory, s, sums),
+          q(delta, memory, units.heads, sums, columns.q, 1, n),
+          k(delta, memory, units.heads, sums, columns.k, delta.steps, n),
+          v(delta, memory, units.heads, sums, columns.v, delta.steps, p),
           gate(memory.take(units.heads * most_tokens * s.p)),
-          grad_out(memory.take(units.heads * most_tokens * s.p)),
+          grad_out(memory.take(sums ? units.heads * most_tokens * s.p : 0)),
           h(memory.take(units.heads * s.state_size())),
-          again(memory.take(delta.grad_out ? s.state_size() : 0)),
+          again(memory.take(sums ? s.state_size() : 0)),
           weight(memory.take(s.p)),
           weight_sums(memory.take(s.p)),
           scale(memory.take(s.across + s.across / s.steps + L)),
@@ -168,7 +168,7 @@ class DeltaWorker {
             for (Stream<S, T>* x : {&q, &k, &v}) x->load_token(from, heads, x->before + t);
             for (int64_t i = 0; i < heads; ++i) {
                 if (a.gated) load(from + columns.g + (first + i) * p, p, gate_of(i, t));
-                if (a.grad_out) load(a.grad_out + (tokens[t] * a.heads + first + i) * p, p, grad_out_of(i, t));
+                if (sums) load(a.grad_out + (tokens[t] * a.heads + first + i) * p, p, grad_out_of(i, t));
             }
         }
     }
@@ -177,12 +177,12 @@ class DeltaWorker {
     FORCE_INLINE void expect_segment(int64_t start) const {
         const int64_t end = std::min(start + most_tokens, length);
         const bool of_tokens = !a.letters;  // letters are there already
-        for (int64_t t = 0; of_tokens && a.grad_out && t < s.tokens; ++t)
+        for (int64_t t = 0; of_tokens && sums && t < s.tokens; ++t)
             expect<true>(a.grad_projected + tokens[t] * a.width, a.width);
         if (start < 0 || start >= length) return;
         for (int64_t t = start; of_tokens && t < end; ++t)
             expect<false>(a.projected + a.layout.token(row, t) * a.width, a.width);
-        a.grad_out ? expect<false>(kept_at(start, 0), heads * n * p) : expect<true>(kept_at(start, 0), heads * n * p);
+        sums ? expect<false>(kept_at(start, 0), heads * n * p) : expect<true>(kept_at(start, 0), heads * n * p);
     }
 
     // The tokens before `start` that the convolution reaches, some of which are of the state before the sequence.

@@ -98,7 +98,8 @@ class Stream {
     static constexpr int64_t L = kLanes<T>;
 
   public:
-    Stream(const Delta<S, T>& a, Buffers<T>& memory, int64_t heads, int64_t column, int64_t count, int64_t size)
+    Stream(const Delta<S, T>& a, Buffers<T>& memory, int64_t heads, bool has_backward, int64_t column, int64_t count,
+           int64_t size)
         : a(a),
           column(column),
           count(count),
@@ -110,7 +111,7 @@ class Stream {
           x(memory.take(heads * rows * stride)),
           slope(memory.take(rows * stride)),
           weight(memory.take(heads * count * width * stride)) {
-        if (!a.grad_out) return;
+        if (!has_backward) return;
         grad_x = memory.take(heads * rows * stride);
         if (width) grad_mixed = memory.take(rows * stride);
     }

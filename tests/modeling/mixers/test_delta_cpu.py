@@ -121,6 +121,17 @@ def test_padded_and_packed_sequences(case):
 
 
 @pytest.mark.parametrize("case", DELTA_CASES)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_without_any_token_the_state_and_its_gradient_pass(case, batch):
+    mixer = make_delta_mixer(case)
+    x, state = torch.randn(batch, 0, 12, dtype=torch.float64), random_delta_state(mixer, batch)
+    found = run(mixer, x, state, "cpu")
+    assert_close(found, run(mixer, x, state, "reference"), 1e-10)
+    assert torch.equal(found["final_h"], state.h) and torch.equal(found["final_tokens"], state.tokens)
+    assert not any(found[f"grad_{name}"].any() for name, _ in mixer.named_parameters())
+
+
+@pytest.mark.parametrize("case", DELTA_CASES)
 @torch.no_grad()
 def test_pieces_of_any_length_are_the_whole(case):
     mixer = make_delta_mixer(case)
