@@ -554,7 +554,7 @@ class LanesWorker {
         give(to.gates[kToWrite], to_write + to_f * weights[t].CB);
         give(to.gates[kToCarry], to_s);
         give(to.gates[kToReflection], -columns.along_q);
-        to_write = t ? to_s - r * columns.along_u * weights[t].kB : V{};
+        to_write = to_s - r * columns.along_u * weights[t].kB;  // of the step before, if it is in this segment
     }
 
     // From the gradients of the turned vectors to those of the angles and of the vectors themselves.
