@@ -81,7 +81,9 @@ def test_bad_arguments_are_named():
 
 
 def test_python_and_the_library_agree_on_the_struct():
-    assert compiled_library(torch.float32).swiglu_bytes() == ctypes.sizeof(CompiledSwiGLU.swiglu_forward.struct)
+    assert compiled_library(torch.float32, "delta").swiglu_bytes() == ctypes.sizeof(
+        CompiledSwiGLU.swiglu_forward.struct
+    )
 
 
 def count_calls(monkeypatch) -> list:
