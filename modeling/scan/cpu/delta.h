@@ -100,6 +100,8 @@ class DeltaWorker {
 
     void load_state(const T* from, T* to) const {
         for (int64_t i = 0; i < n; ++i) load(from + i * p, p, to + i * s.p);
+        // Another sequence may have left there what is not a number.
+        for (int64_t i = n; i < s.used_rows; ++i) std::fill_n(to + i * s.p, s.p, T(0));
     }
     void store_state(const T* from, T* to) const {
         for (int64_t i = 0; i < n; ++i) store(from + i * s.p, p, to + i * p);
@@ -123,15 +125,17 @@ class DeltaWorker {
         for (int64_t i = 0; i < heads; ++i) store_state(h_of(i), a.h + pair(i) * n * p);
         // The last tokens are those before a segment that would follow.
         load_before(length);
+        T* last = a.last + row * last_size();
         for (Stream<S, T>* x : {&q, &k, &v})
-            for (int64_t t = 0; t < x->before; ++t) x->store_token(heads, t, a.last + row * last_size() + t * columns.g);
+            for (int64_t t = 0; t < x->before; ++t) x->store_token(heads, t, last + t * columns.g);
     }
 
     void backward() {
         const int64_t before = q.before, rest = length ? (length - 1) % most_tokens + 1 : 0;
         for (int64_t i = 0; i < heads; ++i) load_state(a.grad_h + pair(i) * n * p, h_of(i));
+        const T* grad_last = a.grad_last + row * last_size();
         for (Stream<S, T>* x : {&q, &k, &v}) {
-            for (int64_t t = 0; t < before; ++t) x->load_gradient(a.grad_last + row * last_size() + t * columns.g, heads, t);
+            for (int64_t t = 0; t < before; ++t) x->load_gradient(grad_last + t * columns.g, heads, t);
             x->pass_gradients_on(heads, rest);
         }
         for (int64_t start = length - rest; length && start >= 0; start -= most_tokens) {
@@ -152,9 +156,9 @@ class DeltaWorker {
                 for (Stream<S, T>* x : {&q, &k, &v}) x->pass_gradients_on(heads, most_tokens);
         }
         for (int64_t i = 0; i < heads; ++i) store_state(h_of(i), a.grad_h0 + pair(i) * n * p);
-        const GradientRows<T, T> grad_last{a.grad_last0 + row * last_size(), nullptr, columns.g};
+        const GradientRows<T, T> grad_last0{a.grad_last0 + row * last_size(), nullptr, columns.g};
         for (Stream<S, T>* x : {&q, &k, &v})
-            for (int64_t t = 0; t < before; ++t) x->give_gradient(heads, t, grad_last, t);
+            for (int64_t t = 0; t < before; ++t) x->give_gradient(heads, t, grad_last0, t);
     }
 
     // Reads what is projected of the tokens from `start` on, for all heads.
@@ -346,7 +350,8 @@ template <typename S, typename T>
 void write_weight_gradients(const Delta<S, T>& a, const DeltaWorker<S, T>& worker) {
     const int64_t channels = DeltaColumns<S, T>(a).g;
     std::vector<double> norm(a.channels), A_log(a.heads), dt_bias(a.heads), conv(channels * a.conv_width);
-    for (int64_t unit = 0; unit < DeltaUnits<S, T>(a).count(); ++unit) worker.add_sums(unit, norm, A_log, dt_bias, conv);
+    for (int64_t unit = 0; unit < DeltaUnits<S, T>(a).count(); ++unit)
+        worker.add_sums(unit, norm, A_log, dt_bias, conv);
     const auto write = [](const std::vector<double>& from, T* to) {
         if (to) std::copy(from.begin(), from.end(), to);
     };

@@ -13,11 +13,11 @@
 #include "vectors.h"
 #include "work.h"
 
-// `projected` is (tokens, width) with columns q (heads, state), k (steps, heads, state), v (steps, heads, channels), with
-// a gate g (heads, channels), b (steps, heads), with a decay a (heads), and some that are not used. The convolution and
-// the last tokens of the state are of q, k and v. S is the type of what the projections make and take, T that of all
-// else. Without conv_weight there is no convolution, without A_log no decay. Gradients are written, not added. Where
-// `letters` is not 0, `projected` is (letters, width), and token i is letter index[i].
+// `projected` is (tokens, width) with columns q (heads, state), k (steps, heads, state), v (steps, heads, channels),
+// with a gate g (heads, channels), b (steps, heads), with a decay a (heads), and some that are not used. The
+// convolution and the last tokens of the state are of q, k and v. S is the type of what the projections make and take,
+// T that of all else. Without conv_weight there is no convolution, without A_log no decay. Gradients are written, not
+// added. Where `letters` is not 0, `projected` is (letters, width), and token i is letter index[i].
 template <typename S, typename T>
 struct Delta {
     Layout layout;
@@ -39,7 +39,8 @@ struct Delta {
 
 namespace {
 
-// Asks for memory that will be read or written after some other work. Not inlined, it would be left out: it has no effect.
+// Asks for memory that will be read or written after some other work. The compiler would leave out a call of it, since
+// it changes nothing.
 template <bool Write, typename X>
 FORCE_INLINE inline void expect(const X* at, int64_t count) {
     for (int64_t i = 0; i < count * int64_t(sizeof(X)); i += 64)
@@ -49,9 +50,9 @@ FORCE_INLINE inline void expect(const X* at, int64_t count) {
 // Tokens of a segment, whose delta steps are about as many as the steps of other segments.
 inline int64_t delta_segment_tokens(int64_t steps) { return std::max<int64_t>(1, kSegment / steps); }
 
-// How the work is divided: a unit is a block of rows and a group of heads. It depends on the shape alone, as the order of
-// sums does. Each block has sums of its own, so that there are not many; those for letters need no more memory than the
-// gradients of tokens would.
+// How the work is divided: a unit is a block of rows and a group of heads. It depends on the shape alone, as the order
+// of sums does. Each block has sums of its own, so that there are not many; those for letters need no more memory than
+// the gradients of tokens would.
 template <typename S, typename T>
 struct DeltaUnits {
     explicit DeltaUnits(const Delta<S, T>& a) : rows(a.layout.rows), all_heads(a.heads) {
@@ -191,8 +192,9 @@ class Stream {
     void pass_gradients_on(int64_t heads, int64_t tokens) {
         for (int64_t i = 0; width && i < heads; ++i) {
             T* of_head = grad_x + row(i, 0, 0);
-            std::copy_backward(of_head, of_head + before * count * stride, of_head + (tokens + before) * count * stride);
-            std::fill_n(of_head, tokens * count * stride, T(0));
+            const int64_t token = count * stride;
+            std::copy_backward(of_head, of_head + before * token, of_head + (tokens + before) * token);
+            std::fill_n(of_head, tokens * token, T(0));
         }
     }
 
@@ -200,13 +202,16 @@ class Stream {
     void add_sums(int64_t first, int64_t i, const double* sums, std::vector<double>& to) const {
         for (int64_t c = 0; c < count; ++c)
             for (int64_t j = 0; j < width; ++j, sums += stride)
-                for (int64_t l = 0; l < size; ++l) to[(column + (c * a.heads + first + i) * size + l) * width + j] += sums[l];
+                for (int64_t l = 0; l < size; ++l)
+                    to[(column + (c * a.heads + first + i) * size + l) * width + j] += sums[l];
     }
 
   private:
     int64_t at(int64_t i, int64_t c) const { return column + (c * a.heads + chosen_first + i) * size; }
     int64_t row(int64_t i, int64_t t, int64_t c) const { return (i * rows + t * count + c) * stride; }
-    const T* weight_of(int64_t i, int64_t c, int64_t j) const { return weight + ((i * count + c) * width + j) * stride; }
+    const T* weight_of(int64_t i, int64_t c, int64_t j) const {
+        return weight + ((i * count + c) * width + j) * stride;
+    }
 
     const Delta<S, T>& a;
     const int64_t column, count, size, stride;

@@ -32,8 +32,8 @@
 
 namespace {
 
-// Coefficients of some tokens and, after `DeltaCore::backward`, their gradients. Vectors are padded with zeros. Those of
-// tokens follow those of steps in `l`, `z` and `grad_l`.
+// Coefficients of some tokens and, after `DeltaCore::backward`, their gradients. Vectors are padded with zeros. Those
+// of tokens follow those of steps in `l`, `z` and `grad_l`.
 template <typename T>
 struct DeltaSegment {
     DeltaSegment(Buffers<T>& memory, int64_t most_tokens, int64_t steps, int64_t n, int64_t p, bool decays)

@@ -348,10 +348,11 @@ def operator_results(arguments):
     return [out, *state, *torch.autograd.grad(out.square().sum() + sum(x.sum() for x in state), tensors)]
 
 
+@pytest.mark.parametrize("keys", [4, 5])
 @pytest.mark.parametrize("case", ["gdn", "deltaproduct", "gdp_everything"])
-def test_what_is_not_a_number_stays_in_its_row(case):
+def test_what_is_not_a_number_stays_in_its_row(case, keys):
     """And in its gradients, though a thread works on one row after another in the same memory."""
-    mixer = make_delta_mixer(case)
+    mixer = make_delta_mixer(case, head_key_dim=keys)
     x, state = torch.randn(3, 21, 12, dtype=torch.float64), random_delta_state(mixer, 3)
     mixer.config.scan_backend = "cpu"
     before = torch.get_num_threads()
