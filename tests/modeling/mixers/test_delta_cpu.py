@@ -373,6 +373,20 @@ def test_what_is_not_a_number_stays_in_its_row(case, keys):
     torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("case", ["deltanet", "gdp"])
+def test_later_tokens_too_large_to_multiply_leave_gradients_alone(case):
+    """Products of what is read at a token with what later ones write are not even made: they would not be finite."""
+    projected, *rest = delta_operator_arguments(make_delta_mixer(case, torch.float32), rows=1, length=12)
+    gradients = []
+    for size in (1.0, 1e30):
+        given = projected.clone()
+        given[:, 9:, : rest[5].shape[2]] *= size  # queries, keys and values
+        out = delta_operator(given.requires_grad_(), *rest)[0]
+        gradients.append(torch.autograd.grad(1e15 * out[:, :9].sum(), given)[0][:, :9])
+    assert gradients[0].abs().max() > 1e10
+    assert error(gradients[1], gradients[0]) < 1e-5
+
+
 def test_compiled_code_has_no_numbers_of_its_own(monkeypatch):
     mixer = make_delta_mixer("gdn")
     x, state = torch.randn(2, 37, 12, dtype=torch.float64), random_delta_state(mixer, 2)
