@@ -46,8 +46,8 @@ class DeltaFamilyBlock(RecurrentBlock):
             self.mlp = SwiGLU(config)
         self.has_mlp = config.intermediate_size > 0
 
-    def advance(self, hidden_states, state, mask, cu_seqlens, letters=None) -> tuple[torch.Tensor, tuple]:
-        hidden_states, state = super().advance(hidden_states, state, mask, cu_seqlens, letters)
+    def advance(self, hidden_states, *rest) -> tuple[torch.Tensor, tuple]:
+        hidden_states, state = super().advance(hidden_states, *rest)
         if self.has_mlp:
             hidden_states = hidden_states + self.mlp(self.mlp_norm(hidden_states))
         return hidden_states, state

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from ..configuration.configuration_ids4 import IDS4Config
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
@@ -21,20 +20,8 @@ class IDS4Block(RecurrentBlock):
 
     mixer_class = IDS4Mixer
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        cu_seqlens: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        letters: Letters | None = None,
-    ) -> torch.Tensor:
-        if past_key_values is not None:
-            return super().forward(hidden_states, mask, cu_seqlens, past_key_values, letters)
-        inputs, index = (hidden_states, None) if letters is None else letters
-        mixed, _ = self.mixer(self.mixer_norm(inputs), None, mask, cu_seqlens, index, keep_state=False)
-        hidden_states = hidden_states + mixed if self.residual else mixed
-        return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
+    def mix(self, inputs, state, mask, cu_seqlens, index, keeps_state):
+        return self.mixer(inputs, state, mask, cu_seqlens, index, keep_state=keeps_state)
 
 
 class IDS4PreTrainedModel(SequencePreTrainedModel):

@@ -31,14 +31,14 @@ class Mamba3NPLRBlock(RecurrentBlock):
     mixer_class = Mamba3Mixer
 
     @known_method
-    def advance(self, hidden_states, state, mask, cu_seqlens, letters=None) -> tuple[torch.Tensor, tuple]:
+    def advance(self, hidden_states, state, mask, cu_seqlens, letters=None, *rest) -> tuple[torch.Tensor, tuple]:
         if letters is None and may_step(hidden_states, mask, cu_seqlens):
             mixer, frame = submodule(self, "mixer"), self.frame()
             if frame is not None and is_bare(mixer, Mamba3Mixer):
                 stepped = mixer.step(hidden_states, state, frame)
                 if stepped is not None:
                     return stepped
-        return super().advance(hidden_states, state, mask, cu_seqlens, letters)
+        return super().advance(hidden_states, state, mask, cu_seqlens, letters, *rest)
 
     def policy_block(self, dtype: torch.dtype, rows: int) -> PolicyBlock | None:
         """What the compiled step of a whole policy takes of this block; None if it must not stand for it."""

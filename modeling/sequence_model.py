@@ -60,18 +60,23 @@ class RecurrentBlock(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         rows = hidden_states.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = read_state(past_key_values, self.layer_idx, partial(self.mixer.state_shapes, rows))
-        hidden_states, state = self.advance(hidden_states, state, mask, cu_seqlens, letters)
+        keeps_state = past_key_values is not None
+        hidden_states, state = self.advance(hidden_states, state, mask, cu_seqlens, letters, keeps_state)
         write_state(past_key_values, self.layer_idx, state)
         # A norm has a bias, so that padding would not stay 0 by itself.
         return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
 
-    def advance(self, hidden_states, state, mask, cu_seqlens, letters=None) -> tuple[torch.Tensor, tuple]:
-        """What the block makes of these tokens, and the state after them."""
-        if letters is None:
-            mixed, state = self.mixer(self.mixer_norm(hidden_states), state, mask, cu_seqlens)
-        else:
-            mixed, state = self.mixer(self.mixer_norm(letters.embeddings), state, mask, cu_seqlens, letters.index)
+    def advance(
+        self, hidden_states, state, mask, cu_seqlens, letters=None, keeps_state=True
+    ) -> tuple[torch.Tensor, tuple | None]:
+        """What the block makes of these tokens, and the state after them, which nobody reads without `keeps_state`."""
+        inputs, index = (hidden_states, None) if letters is None else letters
+        mixed, state = self.mix(self.mixer_norm(inputs), state, mask, cu_seqlens, index, keeps_state)
         return hidden_states + mixed if self.residual else mixed, state
+
+    def mix(self, inputs, state, mask, cu_seqlens, index, keeps_state) -> tuple[torch.Tensor, tuple | None]:
+        """The mixer; one whose state costs more than all else may leave it out."""
+        return self.mixer(inputs, state, mask, cu_seqlens, *(() if index is None else (index,)))
 
     def may_take_letters(self) -> bool:
         """Whether the block may be given letters, once for all tokens that are the same."""

@@ -7,9 +7,9 @@ import torch
 
 from ..scan.cpu.compiled import ELEMENTS, INTEGER, NUMBER, TENSOR, CompiledFunction
 from ..scan.cpu.operator import SEGMENT
-from ..scan.differentiable_operator import DifferentiableOperator
 from ..scan.operator_arguments import SEQUENCES, Argument, OperatorArguments
 from ..scan.sequences import TokenOrder
+from .mixer_operator import INDEX, MixerOperator, of_letters
 
 
 class DeltaWeights(NamedTuple):
@@ -25,9 +25,7 @@ class DeltaWeights(NamedTuple):
 COLUMNS = 16
 
 TOKENS = {"projected": Argument("batch length width", "element")}
-# Those of letters, where an index says which letter each token is.
-LETTERS = {"projected": Argument("letters width", "element")}
-INDEX = {"index": Argument("batch length", "int64")}
+LETTERS = of_letters(TOKENS)
 WEIGHTS = {
     "conv_weight": Argument("convolved conv_width", optional=True),
     "A_log": Argument("heads", optional=True),
@@ -61,7 +59,7 @@ def kept_slots(rows: int, tokens: int, steps: int) -> int:
     return tokens // max(1, SEGMENT // steps) + rows
 
 
-class CompiledDelta(DifferentiableOperator):
+class CompiledDelta(MixerOperator):
     """The gated output, the state after it (h and the last tokens), and h at the start of each segment."""
 
     name = "delta_cpu"
@@ -74,9 +72,9 @@ class CompiledDelta(DifferentiableOperator):
         "grad_last": Argument("rows before convolved"),
         "kept": Argument("slots heads state channels"),
     }
-    device_types = "cpu"
-    delta_forward = CompiledFunction("delta_forward", delta_fields(), part="delta")
-    delta_backward = CompiledFunction("delta_backward", delta_fields(), part="delta")
+    sizes = ("heads", "state", "channels", "steps", "conv_width")
+    function = CompiledFunction("delta_forward", delta_fields(), part="delta")
+    gradient_function = CompiledFunction("delta_backward", delta_fields(), part="delta")
 
     def check(self, operator, tensors, gated, **numbers):
         arguments = OperatorArguments(operator, tuple(ELEMENTS))
@@ -109,9 +107,6 @@ class CompiledDelta(DifferentiableOperator):
         sizes["slots"] = kept_slots(sizes["rows"], sizes["tokens"], steps)
         return arguments
 
-    def check_index(self, arguments: OperatorArguments, tensors: dict[str, torch.Tensor | None]) -> None:
-        """For tokens that are letters."""
-
     def make_results(self, tensors):
         projected, h0, last0 = tensors["projected"], tensors["h0"], tensors["last0"]
         batch, length = tensors.get("index", projected).shape[:2]
@@ -124,17 +119,6 @@ class CompiledDelta(DifferentiableOperator):
             "kept": h0.new_empty(slots, heads, n, channels),
         }
 
-    def forward(self, arguments, tensors, **options):
-        self.delta_forward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
-
-    def backward(self, arguments, tensors, **options):
-        self.delta_backward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
-
-    def values(self, arguments: OperatorArguments) -> dict[str, int]:
-        names = ("rows", "tokens", "width", "heads", "state", "channels", "steps", "conv_width")
-        sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
-        return sizes | {"letters": arguments.sizes.get("letters", 0)}
-
 
 class CompiledDeltaOfLetters(CompiledDelta):
     """The same of letters, with the number of each token's letter."""
@@ -142,10 +126,6 @@ class CompiledDeltaOfLetters(CompiledDelta):
     name = "delta_cpu_letters"
     projections = LETTERS
     given = LETTERS | WEIGHTS | STATES | SEQUENCES | INDEX
-
-    def check_index(self, arguments, tensors):
-        arguments.check(INDEX, tensors)
-        arguments.check_index("index", tensors["index"], arguments.sizes["letters"])
 
 
 delta_operator, delta_backward_operator = CompiledDelta().register()

@@ -9,11 +9,11 @@ import torch
 
 from ..scan.cpu.compiled import ELEMENTS, INTEGER, NUMBER, TENSOR, CompiledFunction
 from ..scan.cpu.operator import kept_slots
-from ..scan.differentiable_operator import DifferentiableOperator
 from ..scan.operator_arguments import SEQUENCES, Argument, OperatorArguments
 from ..scan.sequences import TokenOrder
 from .fused_step import DTYPES, PLAIN_TYPES, is_plain
 from .mamba3_numbers import NUMBERS, MixerNumbers
+from .mixer_operator import INDEX, MixerOperator, of_letters
 
 
 class MixerWeights(NamedTuple):
@@ -81,13 +81,7 @@ TOKENS = {
     "k": Argument("batch length heads*state", "element", optional=True),
     "beta": Argument("batch length heads", "element", optional=True),
 }
-# Those of letters, where an index says which letter each token is.
-LETTERS = {
-    "projected": Argument("letters width", "element"),
-    "k": Argument("letters heads*state", "element", optional=True),
-    "beta": Argument("letters heads", "element", optional=True),
-}
-INDEX = {"index": Argument("batch length", "int64")}
+LETTERS = of_letters(TOKENS)
 WEIGHTS = {
     "dt_bias": Argument("heads"),
     "A_bias": Argument("heads", optional=True),
@@ -119,7 +113,7 @@ def mixer_fields() -> dict[str, type]:
     )
 
 
-class CompiledMixer(DifferentiableOperator):
+class CompiledMixer(MixerOperator):
     """The gated output, the state after it (h, B, u, phase), and h and phase at the start of each segment."""
 
     name = "mixer_cpu"
@@ -135,9 +129,9 @@ class CompiledMixer(DifferentiableOperator):
         "kept": Argument("slots heads state channels"),
         "kept_phase": Argument("slots heads pairs", "float64"),
     }
-    device_types = "cpu"
-    mixer_forward = CompiledFunction("mixer_forward", mixer_fields())
-    mixer_backward = CompiledFunction("mixer_backward", mixer_fields())
+    sizes = ("heads", "state", "channels", "pairs")
+    function = CompiledFunction("mixer_forward", mixer_fields())
+    gradient_function = CompiledFunction("mixer_backward", mixer_fields())
 
     def check(self, operator, tensors, a_min, epsilon, **options):
         arguments = OperatorArguments(operator, tuple(ELEMENTS))
@@ -168,9 +162,6 @@ class CompiledMixer(DifferentiableOperator):
                 arguments.refuse(name, f"is {number}", "finite")
         return arguments
 
-    def check_index(self, arguments: OperatorArguments, tensors: dict[str, torch.Tensor | None]) -> None:
-        """For tokens that are letters."""
-
     def make_results(self, tensors):
         projected, h0, phase0 = tensors["projected"], tensors["h0"], tensors["phase0"]
         batch, length = tensors.get("index", projected).shape[:2]
@@ -183,16 +174,8 @@ class CompiledMixer(DifferentiableOperator):
             "kept_phase": phase0.new_empty(slots, heads, phase0.shape[2], dtype=torch.float64),
         }
 
-    def forward(self, arguments, tensors, **options):
-        self.mixer_forward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
-
-    def backward(self, arguments, tensors, **options):
-        self.mixer_backward(tensors["projected"].dtype, self.values(arguments) | options, tensors)
-
-    def values(self, arguments: OperatorArguments) -> dict[str, int | float]:
-        names = ("rows", "tokens", "width", "heads", "state", "channels", "pairs")
-        sizes = {name: arguments.sizes[name] for name in names} | {"equal_length": arguments.sizes["length"]}
-        return sizes | {"letters": arguments.sizes.get("letters", 0)} | NUMBERS._asdict()
+    def values(self, arguments):
+        return super().values(arguments) | NUMBERS._asdict()
 
 
 class CompiledMixerOfLetters(CompiledMixer):
@@ -201,10 +184,6 @@ class CompiledMixerOfLetters(CompiledMixer):
     name = "mixer_cpu_letters"
     projections = LETTERS
     given = LETTERS | WEIGHTS | STATES | SEQUENCES | INDEX
-
-    def check_index(self, arguments, tensors):
-        arguments.check(INDEX, tensors)
-        arguments.check_index("index", tensors["index"], arguments.sizes["letters"])
 
 
 mixer_operator, mixer_backward_operator = CompiledMixer().register()

@@ -21,6 +21,7 @@ from mamba3_nplr.modeling.mixers.joined_projections import project
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State
 from mamba3_nplr.modeling.scan.cpu import operator as scan_cpu
 from mamba3_nplr.modeling.scan.definition import VECTORS, ScanInputs, ScanState, scan_definition
+from mamba3_nplr.modeling.scan.differentiable_operator import NAMESPACE
 from mamba3_nplr.modeling.scan.dispatch import scan
 from mamba3_nplr.modeling.scan.sequences import token_order
 
@@ -241,22 +242,27 @@ def with_options(mixer, given: dict):
 
 def mixer_backward_call(draw: random.Random) -> Call:
     call, mixer = make_mixer_call(draw)
-    *outputs, kept, kept_phase = mixer_cpu.mixer_operator(*call.arguments.values())
-    names = ("grad_out", "grad_h", "grad_B", "grad_u", "grad_phase")
-    before = {name: torch.randn_like(x) for name, x in zip(names, outputs, strict=True)}
-    before |= {"kept": kept, "kept_phase": kept_phase}
-    original = {"kept": kept, "kept_phase": kept_phase} | call.arguments
+    return backward_call(call, mixer_cpu.CompiledMixer, MIXER_LEAVES, lambda given: mixer_by_rows(mixer, given))
+
+
+def backward_call(call: Call, kind: type, leaf_names: tuple[str, ...], by_rows) -> Call:
+    """The gradient of a call of the operator of a mixer; `by_rows` is the mixer in torch."""
+    operators = getattr(torch.ops, NAMESPACE)
+    operator, gradient_operator = (getattr(operators, kind.name + x) for x in ("", "_backward"))
+    results = dict(zip(kind.for_gradient, operator(*call.arguments.values()), strict=True))
+    names = [name for name in results if name.startswith("grad_")]
+    before = {name: torch.randn_like(x) if name in names else x for name, x in results.items()}
+    original = {name: x for name, x in results.items() if name not in names} | call.arguments
 
     def reference(given: dict) -> list[torch.Tensor]:
         given = plain(given)
-        leaves = [given[name] for name in MIXER_LEAVES if given[name] is not None]
-        outputs = mixer_by_rows(mixer, given)
-        total = sum((given[name] * x).sum() for name, x in zip(names, outputs, strict=True))
+        leaves = [given[name] for name in leaf_names if given[name] is not None]
+        total = sum((given[name] * x).sum() for name, x in zip(names, by_rows(given), strict=True))
         grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
         return grads if unchanged(given, original) else [None] * len(grads)
 
     def run(given: dict) -> list[torch.Tensor]:
-        return mixer_cpu.mixer_backward_operator(*given.values())
+        return gradient_operator(*given.values())
 
     return Call(before | call.arguments, run, reference, 100 * call.tolerance)
 
@@ -311,23 +317,7 @@ def make_delta_call(draw: random.Random) -> tuple[Call, nn.Module]:
 
 def delta_backward_call(draw: random.Random) -> Call:
     call, mixer = make_delta_call(draw)
-    *outputs, kept = delta_cpu.delta_operator(*call.arguments.values())
-    names = ("grad_out", "grad_h", "grad_last")
-    before = {name: torch.randn_like(x) for name, x in zip(names, outputs, strict=True)} | {"kept": kept}
-    original = {"kept": kept} | call.arguments
-
-    def reference(given: dict) -> list[torch.Tensor]:
-        given = plain(given)
-        leaves = [given[name] for name in DELTA_LEAVES if given[name] is not None]
-        outputs = delta_by_rows(mixer, given)
-        total = sum((given[name] * x).sum() for name, x in zip(names, outputs, strict=True))
-        grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
-        return grads if unchanged(given, original) else [None] * len(grads)
-
-    def run(given: dict) -> list[torch.Tensor]:
-        return delta_cpu.delta_backward_operator(*given.values())
-
-    return Call(before | call.arguments, run, reference, 100 * call.tolerance)
+    return backward_call(call, delta_cpu.CompiledDelta, DELTA_LEAVES, lambda given: delta_by_rows(mixer, given))
 
 
 # Mixers and models

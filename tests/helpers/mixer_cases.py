@@ -4,6 +4,7 @@ import torch
 
 from helpers.family_cases import build_case
 from helpers.model_cases import build
+from helpers.scan_cases import error
 from mamba3_nplr import Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers.delta import DeltaMixer, DeltaState
 from mamba3_nplr.modeling.mixers.joined_projections import project
@@ -43,3 +44,19 @@ def delta_operator_arguments(mixer, rows, length):
     projected = project(mixer, list(mixer.projections), x)
     tensors = (projected, *mixer.weights(), *random_delta_state(mixer, rows, dtype), None, None)
     return [*(None if x is None else x.detach().clone() for x in tensors), *mixer.options().values()]
+
+
+def results_and_gradients(y, final, leaves):
+    """Output, state, and the gradients of a random function of them."""
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part) for part in (y, *final)]
+    total = sum((weight * part).sum() for weight, part in zip(weights, (y, *final), strict=True))
+    grads = torch.autograd.grad(total, leaves.values(), allow_unused=True, materialize_grads=True)
+    results = {"y": y.detach()} | {f"final_{name}": part.detach() for name, part in final._asdict().items()}
+    return results | {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def assert_close(found, expected, tolerance):
+    for name in expected:
+        if expected[name].numel():
+            assert error(found[name], expected[name]) < tolerance, name

@@ -11,29 +11,6 @@
 
 namespace {
 
-// Lanes of a with bit D change places with those of b without it.
-template <int D, typename V, size_t... l>
-FORCE_INLINE inline void exchange_lanes(V& a, V& b, std::index_sequence<l...>) {
-    constexpr size_t L = sizeof...(l);
-#if defined(__clang__) || __GNUC__ >= 12
-    const V first = __builtin_shufflevector(a, b, (l & D ? L + (l & ~size_t(D)) : l)...);
-    b = __builtin_shufflevector(a, b, (l & D ? L + l : l | D)...);
-#else
-    const V first = {(l & D ? b[l & ~size_t(D)] : a[l])...};
-    b = V{(l & D ? b[l] : a[l | D])...};
-#endif
-    a = first;
-}
-
-template <typename T, int D = kLanes<T> / 2>
-FORCE_INLINE inline void transpose_block(Vector<T> (&rows)[kLanes<T>]) {
-    if constexpr (D > 0) {
-        for (int64_t i = 0; i < kLanes<T>; ++i)
-            if (!(i & D)) exchange_lanes<D>(rows[i], rows[i | D], Lanes<T>());
-        transpose_block<T, D / 2>(rows);
-    }
-}
-
 // To (columns, rows) from (rows, columns), both in whole vectors.
 template <typename T>
 void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
@@ -41,26 +18,9 @@ void transpose(const T* from, int64_t rows, int64_t columns, T* to) {
         for (int64_t j = 0; j < columns; j += kLanes<T>) {
             Vector<T> block[kLanes<T>];
             for (int64_t l = 0; l < kLanes<T>; ++l) block[l] = vec(from + (i + l) * columns + j);
-            transpose_block<T>(block);
+            transpose<T>(block);
             for (int64_t l = 0; l < kLanes<T>; ++l) vec(to + (j + l) * rows + i) = block[l];
         }
-}
-
-// The sum over the lanes of row(i) for each i below count; there is room for whole vectors in `to`.
-template <typename T, typename Row>
-FORCE_INLINE inline void sum_each(int64_t count, T* to, const Row& row) {
-    for (int64_t block = 0; block < count; block += kLanes<T>)
-        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) FORCE_INLINE {
-                              return i < count ? Sums<T, 1>{{row(i)}} : Sums<T, 1>{};
-                          }).of[0];
-}
-
-// Of two vectors, still to be added up over the lanes.
-template <typename T>
-FORCE_INLINE inline Vector<T> products(const T* a, const T* b, int64_t size) {
-    Vector<T> sum{};
-    for (int64_t i = 0; i < size; i += kLanes<T>) sum += vec(a + i) * vec(b + i);
-    return sum;
 }
 
 // A matrix whose element (i, j) lies at i * row + j * column.

@@ -123,11 +123,11 @@ struct Size {
 };
 
 // Rows of equal, padded length.
-template <typename T, int64_t Fixed = 0>
+template <typename T>
 struct Rows {
     T* data;
-    Size<Fixed> stride;
-    Rows(Buffers<T>& buffers, int64_t count, int64_t stride) : data(buffers.take(count * stride)), stride{stride} {}
+    int64_t stride;
+    Rows(Buffers<T>& buffers, int64_t count, int64_t stride) : data(buffers.take(count * stride)), stride(stride) {}
     T* operator[](int64_t row) const { return data + row * stride; }
 };
 

@@ -20,7 +20,7 @@
 namespace {
 
 // Works on one row and some of its heads after another.
-template <typename S, typename T, int64_t N = 0, int64_t P = 0>
+template <typename S, typename T>
 class MixerWorker {
     using V = Vector<T>;
 
@@ -30,8 +30,8 @@ class MixerWorker {
         : a(mixer),
           columns(mixer),
           gates(mixer),
-          n{mixer.state},
-          p{mixer.channels},
+          n(mixer.state),
+          p(mixer.channels),
           m(mixer.pairs),
           shared(mixer, memory),
           s(memory, n, p),
@@ -251,7 +251,7 @@ class MixerWorker {
     }
 
     void fill_k() {
-        sum_steps<T>(s.steps, k_length.of, [&](int64_t t) { return s.products(s.k[t], s.k[t]); });
+        sum_each(s.steps, k_length.of, [&](int64_t t) { return products(s.k[t], s.k[t], s.state); });
         const T shortest = T(a.shortest_k);
         for (int64_t t = 0; t < s.steps; ++t) {
             k_length[t] = std::sqrt(k_length[t]);
@@ -289,11 +289,7 @@ class MixerWorker {
     PerStep<T> output_scale() const {
         if (!a.norm_weight) return PerStep<T>::from([](int64_t) { return all(T(1)); });
         PerStep<T> scale;
-        sum_steps<T>(s.steps, scale.of, [&](int64_t t) {
-            V squares{};
-            for (int64_t i = 0; i < s.channels; i += kLanes<T>) squares += vec(s.y[t] + i) * vec(s.y[t] + i);
-            return squares;
-        });
+        sum_each(s.steps, scale.of, [&](int64_t t) { return products(s.y[t], s.y[t], s.channels); });
         for (int64_t t = 0; t < s.steps; ++t) scale[t] = T(1) / std::sqrt(scale[t] / T(p) + T(a.epsilon));
         return scale;
     }
@@ -396,7 +392,7 @@ class MixerWorker {
 
     void k_back() {
         PerStep<T> along;
-        sum_steps<T>(s.steps, along.of, [&](int64_t t) { return s.products(s.k[t], s.grad_k[t]); });
+        sum_each(s.steps, along.of, [&](int64_t t) { return products(s.k[t], s.grad_k[t], s.state); });
         const T shortest = T(a.shortest_k);
         for (int64_t t = 0; t < s.steps; ++t) {
             T* grad = s.grad_k[t];
@@ -445,22 +441,17 @@ class MixerWorker {
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
     const Gates<S, T> gates;
-    const Size<N> n;
-    const Size<P> p;
-    const int64_t m;
+    const int64_t n, p, m;
     int64_t row = 0, unit = 0, first = 0, heads = 0, head = 0, length = 0;
     Buffers<T> memory;
-    SharedSegment<S, T, N> shared;
-    Segment<T, N, P> s;
+    SharedSegment<S, T> shared;
+    Segment<T> s;
     BackwardSums<S, T>* sums;
     T* segment_sums;
     MixerGradients<S, T> gradients{};
-    Rows<T, P> z;  // of the head at work, as u, k, grad_y, grad_u and grad_k of the segment are: see choose_head
-    HeadRows<T, P> u_rows, z_rows;
-    HeadRows<T, N> k_rows;
-    HeadRows<T, P> grad_y_rows, grad_u_rows;
-    HeadRows<T, N> grad_k_rows;
-    Rows<T, N> cosine, sine;
+    Rows<T> z;  // of the head at work, as u, k, grad_y, grad_u and grad_k of the segment are: see choose_head
+    HeadRows<T> u_rows, z_rows, k_rows, grad_y_rows, grad_u_rows, grad_k_rows;
+    Rows<T> cosine, sine;
     T *bias_B, *bias_C, *weight, *angles, *sines, *cosines, *turns, *h = nullptr, *states = nullptr, *of_heads[3] = {};
     std::vector<double> theta, to_theta;  // to_theta: what the steps from one on owe to its angles
     PerStep<T> dt_raw, A_raw, trap_raw, beta_raw, dt, rate, lambda, beta, k_length;

@@ -218,7 +218,7 @@ struct BackwardSums {
 
 // What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of
 // the token before the segment.
-template <typename S, typename T, int64_t N>
+template <typename S, typename T>
 class SharedSegment {
   public:
     SharedSegment(const Mixer<S, T>& mixer, Buffers<T>& memory)
@@ -254,10 +254,7 @@ class SharedSegment {
         std::fill_n(grad_omega.data, kSegment * grad_omega.stride, T(0));
     }
 
-    Rows<T, N> B, C;
-    Rows<T> omega;
-    Rows<T, N> grad_B, grad_C;
-    Rows<T> grad_omega;
+    Rows<T> B, C, omega, grad_B, grad_C, grad_omega;
 
   private:
     void normalise(const S* from, const T* weight, T* to) {
@@ -275,11 +272,11 @@ class SharedSegment {
 
 // Rows of a segment for each head of a unit. What a head needs of one token lies far from what it needs of the next, so
 // that memory is read and written a token at a time, for all heads.
-template <typename T, int64_t Fixed>
+template <typename T>
 class HeadRows {
   public:
     HeadRows(Buffers<T>& memory, int64_t heads, int64_t stride)
-        : stride{stride}, data(memory.take(heads * (kSegment + 1) * stride)) {}
+        : stride(stride), data(memory.take(heads * (kSegment + 1) * stride)) {}
     T* of_head(int64_t i) const { return data + i * (kSegment + 1) * stride; }
     // From row `t` of each head, and to it, `count` numbers each.
     template <typename S>
@@ -297,7 +294,7 @@ class HeadRows {
     }
 
   private:
-    Size<Fixed> stride;
+    int64_t stride;
     T* data;
 };
 

@@ -138,7 +138,7 @@ class GeneralWorker {
     const Scan<S, T>& a;
     const int64_t n, p;
     Buffers<T> memory;
-    Segment<T, 0, 0> s;
+    Segment<T> s;
     int64_t pair = 0, row = 0, head = 0, length = 0;
     T *h, *states = nullptr, *grad_h = nullptr, *to_B = nullptr, *to_u = nullptr;  // to_: what later steps owe to it
 };

@@ -30,23 +30,13 @@ namespace {
 
 constexpr int64_t kSegment = 16;
 
-// The sum over the lanes of row(t) for each t below count, of which there is room for kSegment in `to`.
-template <typename T, typename Row>
-FORCE_INLINE inline void sum_steps(int64_t count, T* to, const Row& row) {
-    for (int64_t block = 0; block < count; block += kLanes<T>)
-        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t t) FORCE_INLINE {
-                              return t < count ? Sums<T, 1>{{row(t)}} : Sums<T, 1>{};
-                          }).of[0];
-}
-
 // Coefficients of up to kSegment steps and, after `Core::backward`, their gradients. Vectors of `state` and `channels`
-// are padded with zeros. B and u have the token before the segment in row 0, so that row t + 1 is that of step t. N and
-// P are the padded sizes where they are known at compile time, else 0.
-template <typename T, int64_t N, int64_t P>
+// are padded with zeros. B and u have the token before the segment in row 0, so that row t + 1 is that of step t.
+template <typename T>
 struct Segment {
     Segment(Buffers<T>& memory, int64_t n, int64_t p)
-        : state{padded<T>(n)},
-          channels{padded<T>(p)},
+        : state(padded<T>(n)),
+          channels(padded<T>(p)),
           k(memory, kSegment + 1, state),
           B(memory, kSegment + 1, state),
           C(memory, kSegment, state),
@@ -64,8 +54,8 @@ struct Segment {
     // What follows from d, w, c, r and the vectors.
     void prepare() {
         if (!carries) forget_token_before();
-        if (reflects) sum_steps<T>(steps, kB, [&](int64_t t) { return products(k[t], B[t]); });
-        sum_steps<T>(steps, CB, [&](int64_t t) { return products(C[t], B[t + 1]); });
+        if (reflects) sum_each(steps, kB, [&](int64_t t) { return products(k[t], B[t], state); });
+        sum_each(steps, CB, [&](int64_t t) { return products(C[t], B[t + 1], state); });
         for (int64_t t = 0; t < steps; ++t) {
             s[t] = d[t] * written_before(t);
             e[t] = t && reflects ? w[t - 1] * kB[t] : T(0);
@@ -118,22 +108,12 @@ struct Segment {
         std::fill_n(u[0], int64_t(channels), T(0));
     }
 
-    // Of two vectors, still to be added up over the lanes.
-    Vector<T> products(const T* a, const T* b) const {
-        Vector<T> sum{};
-        for (int64_t i = 0; i < state; i += kLanes<T>) sum += vec(a + i) * vec(b + i);
-        return sum;
-    }
-
-    Size<N> state;
-    Size<P> channels;
+    int64_t state, channels;
     int64_t steps = 0;
     bool reflects = false, carries = false;
     T D = 0, grad_D = 0;
-    Rows<T, N> k, B, C, rk, sB;
-    Rows<T, P> u, y, q;
-    Rows<T, N> grad_k, grad_B, grad_C;
-    Rows<T, P> grad_u, grad_y;
+    Rows<T> k, B, C, rk, sB, u, y, q;
+    Rows<T> grad_k, grad_B, grad_C, grad_u, grad_y;
     alignas(64) T d[kSegment + 1] = {}, w[kSegment + 1] = {}, c[kSegment + 1] = {}, r[kSegment + 1] = {};
     alignas(64) T kB[kSegment] = {}, CB[kSegment] = {};
     T s[kSegment + 1], e[kSegment + 1], f[kSegment + 1];
@@ -142,13 +122,13 @@ struct Segment {
 };
 
 // Runs a segment on W vectors of channels at a time (a panel); a state is stored panel by panel, (panels, state, W).
-template <typename T, int64_t N, int64_t P, int W, bool Reflects>
+template <typename T, int W, bool Reflects>
 class Core {
     using V = Vector<T>;
     static constexpr int64_t L = kLanes<T>, width = W * L;
 
   public:
-    explicit Core(Segment<T, N, P>& segment) : s(segment) {}
+    explicit Core(Segment<T>& segment) : s(segment) {}
 
     // From h before the segment to h after it. If `states` is given, h stays, and `states` receives G before each step
     // and after the last.
@@ -349,17 +329,15 @@ class Core {
         }
     }
 
-    Segment<T, N, P>& s;
+    Segment<T>& s;
 };
 
 // Calls `call(core)` with the fastest Core for the segment.
-template <typename T, int64_t N, int64_t P, typename Call>
-void with_core(Segment<T, N, P>& s, const Call& call) {
+template <typename T, typename Call>
+void with_core(Segment<T>& s, const Call& call) {
     const auto by_width = [&](auto reflects) {
         constexpr bool kReflects = decltype(reflects)::value;
-        if constexpr (P == 0 || P % (2 * kLanes<T>) == 0)
-            if (s.channels % (2 * kLanes<T>) == 0) return call(Core<T, N, P, 2, kReflects>(s));
-        if constexpr (P == 0 || P % (2 * kLanes<T>) != 0) call(Core<T, N, P, 1, kReflects>(s));
+        s.channels % (2 * kLanes<T>) == 0 ? call(Core<T, 2, kReflects>(s)) : call(Core<T, 1, kReflects>(s));
     };
     s.reflects ? by_width(std::true_type()) : by_width(std::false_type());
 }
@@ -370,15 +348,15 @@ int64_t panel_width(int64_t channels) {
 }
 
 // Between a state (n, p) in memory and one in panels.
-template <typename T, int64_t N, int64_t P>
-void load_state(const T* from, int64_t n, int64_t p, const Segment<T, N, P>& s, T* to) {
+template <typename T>
+void load_state(const T* from, int64_t n, int64_t p, const Segment<T>& s, T* to) {
     const int64_t width = panel_width<T>(s.channels);
     std::fill_n(to, s.state * s.channels, T(0));
     for (int64_t first = 0; first < p; first += width, to += s.state * width)
         for (int64_t i = 0; i < n; ++i) load(from + i * p + first, std::min(width, p - first), to + i * width);
 }
-template <typename T, int64_t N, int64_t P>
-void store_state(const T* from, int64_t n, int64_t p, const Segment<T, N, P>& s, T* to) {
+template <typename T>
+void store_state(const T* from, int64_t n, int64_t p, const Segment<T>& s, T* to) {
     const int64_t width = panel_width<T>(s.channels);
     for (int64_t first = 0; first < p; first += width, from += s.state * width)
         for (int64_t i = 0; i < n; ++i) store(from + i * width, std::min(width, p - first), to + i * p + first);

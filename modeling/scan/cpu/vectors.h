@@ -141,4 +141,21 @@ FORCE_INLINE inline Sums<T, R> sum_rows(int64_t first, const Row& row) {
     }
 }
 
+// The sum over the lanes of row(i) for each i below count; there is room for whole vectors in `to`.
+template <typename T, typename Row>
+FORCE_INLINE inline void sum_each(int64_t count, T* to, const Row& row) {
+    for (int64_t block = 0; block < count; block += kLanes<T>)
+        vec(to + block) = sum_rows<T, 1, kLanes<T>>(block, [&](int64_t i) FORCE_INLINE {
+                              return i < count ? Sums<T, 1>{{row(i)}} : Sums<T, 1>{};
+                          }).of[0];
+}
+
+// Of two vectors, still to be added up over the lanes.
+template <typename T>
+FORCE_INLINE inline Vector<T> products(const T* a, const T* b, int64_t size) {
+    Vector<T> sum{};
+    for (int64_t i = 0; i < size; i += kLanes<T>) sum += vec(a + i) * vec(b + i);
+    return sum;
+}
+
 }  // namespace

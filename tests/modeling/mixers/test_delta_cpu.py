@@ -2,20 +2,23 @@
 
 import ctypes
 import itertools
-import os
 import random
-import stat
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch import nn
 
 from helpers.family_cases import DELTA_CASES, build_case, case_config
-from helpers.mixer_cases import delta_operator_arguments, make_delta_mixer, random_delta_state
+from helpers.mixer_cases import (
+    assert_close,
+    delta_operator_arguments,
+    make_delta_mixer,
+    random_delta_state,
+    results_and_gradients,
+)
 from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import error
+from helpers.vector_widths import run_with_vectors_of
 from mamba3_nplr import DeltaFamilyModel
 from mamba3_nplr.modeling.mixers import delta, joined_projections
 from mamba3_nplr.modeling.mixers.delta import DeltaState
@@ -43,21 +46,6 @@ def run(mixer, x, state, backend, **sequences):
     leaves |= dict(mixer.named_parameters())
     y, final = mixer(x, state, **sequences)
     return results_and_gradients(y, final, leaves)
-
-
-def results_and_gradients(y, final, leaves):
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part) for part in (y, *final)]
-    total = sum((weight * part).sum() for weight, part in zip(weights, (y, *final), strict=True))
-    grads = torch.autograd.grad(total, leaves.values(), allow_unused=True, materialize_grads=True)
-    results = {"y": y.detach()} | {f"final_{name}": part.detach() for name, part in final._asdict().items()}
-    return results | {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-
-
-def assert_close(found, expected, tolerance):
-    for name in expected:
-        if expected[name].numel():
-            assert error(found[name], expected[name]) < tolerance, name
 
 
 def fuzzed_cases(count=48):
@@ -399,7 +387,7 @@ def test_compiled_code_has_no_numbers_of_its_own(monkeypatch):
 
 
 def test_python_and_the_library_agree_on_the_struct():
-    assert compiled_library(torch.float32, "delta").delta_bytes() == ctypes.sizeof(CompiledDelta.delta_forward.struct)
+    assert compiled_library(torch.float32, "delta").delta_bytes() == ctypes.sizeof(CompiledDelta.function.struct)
 
 
 def count_calls(monkeypatch) -> list:
@@ -521,15 +509,8 @@ def test_masked_models_compile_in_one_graph():
 @pytest.mark.parametrize("width", [16, 64])
 def test_vectors_of_other_widths_give_the_same(width, tmp_path):
     """As on processors with narrower or wider vectors than this one's; the compiler splits or joins them."""
-    wrapper = tmp_path / "compiler"
-    wrapper.write_text(f'#!/bin/sh\nexec {cpu_library.compiler()} -DVECTOR_BYTES={width} "$@"\n')
-    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    environment = os.environ | {"CXX": str(wrapper), "MAMBA3_NPLR_CACHE": str(tmp_path / "cache")}
     names = ["the_compiled_mixer_is_the_one_in_torch", "float32_to_length_2048_is_as_exact_as_the_definition"]
-    command = [sys.executable, "-m", "pytest", "-q", *(f"{__file__}::test_{name}" for name in names)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert len(list((tmp_path / "cache").glob("*.so"))) >= 2  # for float32 and float64
+    run_with_vectors_of(width, [f"{__file__}::test_{name}" for name in names], tmp_path)
 
 
 SANITIZED = """

@@ -2,20 +2,17 @@
 
 import ctypes
 import itertools
-import os
 import random
-import stat
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from helpers.mixer_cases import make_mixer, operator_arguments, random_state
+from helpers.mixer_cases import assert_close, make_mixer, operator_arguments, random_state, results_and_gradients
 from helpers.model_cases import OPTIONS, build
 from helpers.places import TESTS
 from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import error
+from helpers.vector_widths import run_with_vectors_of
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRModel
 from mamba3_nplr.modeling import fused_policy
 from mamba3_nplr.modeling.mixers import mamba3, mamba3_cpu
@@ -39,21 +36,6 @@ def run(mixer, x, state, backend, **sequences):
     leaves |= {name: parameter for name, parameter in mixer.named_parameters() if name != "h0"}
     y, final = mixer(x, state, **sequences)
     return results_and_gradients(y, final, leaves)
-
-
-def results_and_gradients(y, final, leaves):
-    generator = torch.Generator().manual_seed(1)
-    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part) for part in (y, *final)]
-    total = sum((weight * part).sum() for weight, part in zip(weights, (y, *final), strict=True))
-    grads = torch.autograd.grad(total, leaves.values(), allow_unused=True, materialize_grads=True)
-    results = {"y": y.detach()} | {f"final_{name}": part.detach() for name, part in final._asdict().items()}
-    return results | {f"grad_{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-
-
-def assert_close(found, expected, tolerance):
-    for name in expected:
-        if expected[name].numel():
-            assert error(found[name], expected[name]) < tolerance, name
 
 
 def fuzzed_cases(count=33):
@@ -284,7 +266,7 @@ def test_compiled_code_has_no_numbers_of_its_own_in_the_gates(option, monkeypatc
 
 def test_python_and_the_library_agree_on_the_structs():
     library = compiled_library(torch.float32)
-    assert library.mixer_bytes() == ctypes.sizeof(mamba3_cpu.CompiledMixer.mixer_forward.struct)
+    assert library.mixer_bytes() == ctypes.sizeof(mamba3_cpu.CompiledMixer.function.struct)
     assert library.mixer_step_bytes() == ctypes.sizeof(mamba3_cpu.step_function.struct)
     assert library.policy_step_bytes() == ctypes.sizeof(fused_policy.PolicyArguments)
     assert library.scan_bytes() == ctypes.sizeof(CompiledScan.scan_forward.struct)
@@ -335,18 +317,11 @@ def test_masked_models_compile_in_one_graph():
 @pytest.mark.parametrize("width", [16, 64])
 def test_vectors_of_other_widths_give_the_same(width, tmp_path):
     """As on processors with narrower or wider vectors than this one's; the compiler splits or joins them."""
-    wrapper = tmp_path / "compiler"
-    wrapper.write_text(f'#!/bin/sh\nexec {cpu_library.compiler()} -DVECTOR_BYTES={width} "$@"\n')
-    wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
-    environment = os.environ | {"CXX": str(wrapper), "MAMBA3_NPLR_CACHE": str(tmp_path / "cache")}
     tests = [f"{__file__}::test_the_compiled_mixer_is_the_one_in_torch"]
     tests += [f"{__file__}::test_heads_in_lanes", f"{TESTS / 'modeling' / 'mixers' / 'test_letters.py'}"]
     tests += [f"{__file__}::test_float32_to_length_2048_is_as_exact_as_the_definition"]
     tests += [f"{TESTS / 'modeling' / 'scan' / 'cpu' / 'test_scan_cpu.py'}::test_the_compiled_scan_is_the_definition"]
-    command = [sys.executable, "-m", "pytest", "-q", *tests]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    assert len(list((tmp_path / "cache").glob("*.so"))) >= 2  # for float32 and float64
+    run_with_vectors_of(width, tests, tmp_path)
 
 
 SANITIZED = """
