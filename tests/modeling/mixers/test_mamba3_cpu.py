@@ -92,6 +92,16 @@ def test_heads_in_lanes(option, length):
 
 
 @pytest.mark.parametrize("heads", [6, 16])
+@pytest.mark.parametrize("option", ["paper", "delta"])
+def test_a_k_that_is_nearly_zero_is_not_made_longer(option, heads):
+    mixer = make_mixer(option, hidden_size=2 * heads)
+    with torch.no_grad():
+        mixer.k_proj.weight.mul_(1e-13)
+    x, state = torch.randn(2, 20, 2 * heads, dtype=torch.float64), random_state(mixer, 2)
+    assert_close(run(mixer, x, state, "cpu"), run(mixer, x, state, "reference"), 1e-10)
+
+
+@pytest.mark.parametrize("heads", [6, 16])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_padded_and_packed_sequences(option, heads):
     hidden = 2 * heads
