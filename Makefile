@@ -3,7 +3,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 # Those of make test-versions; what is not there is skipped.
 PYTHONS ?= python3.11 python3.13
-BENCHMARKS := busy cpu data gpu import_time models trainer
+BENCHMARKS := busy cpu data gpu import_time models step trainer
 
 .PHONY: setup test test-slow test-paths test-paths-quick test-versions fuzz campaign quality format data publish train sanity \
 	reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
@@ -106,6 +106,7 @@ results: setup
 
 # Each has two names, such as benchmark-cpu and results/cpu.json.
 OPTIONS_cpu := --plot docs/cpu.png
+OPTIONS_step := --count
 
 $(BENCHMARKS:%=benchmark-%): benchmark-%: results/%.json
 

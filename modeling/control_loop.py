@@ -86,7 +86,9 @@ class ControlLoopMixin:
         For whole numbers, lists and whatever else converts to a tensor, the action has the dtype of the policy (in
         NumPy, which has no bfloat16, float32 in its place), and for the latter two it is a tensor on its device.
         """
-        action, self.policy_states = self.next_action(observation, self.policy_states)
+        action, states = self.next_action(observation, self.policy_states)
+        # As a module sets what is neither a parameter nor a module, without asking which of them it is.
+        object.__setattr__(self, "policy_states", states)
         return action
 
     def next_action(self, observation, states: LayerStates | None) -> tuple[torch.Tensor | np.ndarray, LayerStates]:

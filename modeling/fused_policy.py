@@ -19,7 +19,7 @@ is wrong with an observation or a state.
 """
 
 import ctypes
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, itemgetter
 
 import numpy as np
@@ -149,9 +149,13 @@ class Plan:
         self.mixers = [layer.mixer for layer in policy.model.layers]
         self.configs = [policy.config, policy.config, *(mixer.config for mixer in self.mixers)]
         self.fields = ["observation_size", "action_size", *("scan_backend" for _ in self.mixers)]
-        self.settings = list(map(getitem, map(attributes_of, self.configs), self.fields))
+        self.settings = self.settings_now()
         self.options = [dict(mixer.options) for mixer in self.mixers]
         self.backends, self.mixer_backends = dict(BACKENDS), dict(MIXER_BACKENDS)
+
+    def settings_now(self) -> list:
+        # A configuration looks for other names of each attribute, which takes long.
+        return list(map(getitem, map(object.__getattribute__, self.configs, repeat("__dict__")), self.fields))
 
     def holds(self, policy: nn.Module) -> bool:
         """Whether all is as it was when the plan was made."""
@@ -189,7 +193,7 @@ class Plan:
         return (
             config_of(policy.__dict__) is self.configs[0]
             and all(map(is_, map(config_of, mixers), self.configs[2:]))
-            and list(map(getitem, map(attributes_of, self.configs), self.fields)) == self.settings
+            and self.settings_now() == self.settings
             and list(map(options_of, mixers)) == self.options
             and self.backends == BACKENDS
             and self.mixer_backends == MIXER_BACKENDS
