@@ -20,7 +20,7 @@ is wrong with an observation or a state.
 
 import ctypes
 from itertools import chain, repeat
-from operator import attrgetter, getitem, is_, itemgetter
+from operator import attrgetter, getitem, is_, itemgetter, le
 
 import numpy as np
 import torch
@@ -113,12 +113,14 @@ class Plan:
         self.dtype = tensors[0].dtype
         self.array_dtype = next(array for array, dtype in ARRAYS.items() if dtype is self.dtype)
         self.rows, self.inputs, self.actions = rows, arguments.inputs, arguments.actions
+        step_function.function(self.dtype)  # says so if there is no library for this dtype
         self.function = library(self.dtype).policy_step
         self.function.argtypes = [ctypes.c_void_p] * 4
         self.blocks = (step_function.struct * len(blocks))(*(block.arguments for block in blocks))
         arguments.blocks = ctypes.addressof(self.blocks)
         self.arguments, self.address = arguments, ctypes.addressof(arguments)
         self.pointers = ctypes.c_void_p * (8 * len(blocks))
+        # Of four parts: h, B, u and phase.
         self.state_types = [type(layer.mixer.state_shapes(1)) for layer in policy.model.layers]
 
     def remember_modules(self, policy):
@@ -203,10 +205,8 @@ class Plan:
         """The action and the states after it; None if the observation or a state is not of the kind that is usual."""
         if observation.shape[-1] != self.inputs:
             return None
-        parts = list(chain.from_iterable(states))
-        if len(parts) != len(self.state_bytes) or not self.can_read(parts):
-            return None
-        data, action, address = self.read(observation)
+        parts = self.parts_of(states)
+        data, action, address = (None, None, None) if parts is None else self.read(observation)
         if data is None:
             return None
         after = list(map(torch.empty_like, parts))
@@ -216,17 +216,18 @@ class Plan:
             return None
         if type(observation) is np.ndarray and observation.dtype is not action.dtype:
             action = action.astype(observation.dtype)
-        after = iter(after)
-        return action, LayerStates(kind(*(next(after) for _ in kind._fields)) for kind in self.state_types)
+        return action, LayerStates([kind(*after[4 * i : 4 * i + 4]) for i, kind in enumerate(self.state_types)])
 
-    def can_read(self, parts: list) -> bool:
-        """Whether these are states that lie in memory as compiled code writes them."""
+    def parts_of(self, states: LayerStates) -> list[torch.Tensor] | None:
+        """All tensors of the states; None if they do not lie in memory as compiled code writes them."""
         try:
-            if not self.state_guards.check(*parts):
-                return False
+            parts = list(chain.from_iterable(states))
+            if len(parts) != len(self.state_bytes) or not self.state_guards.check(*parts):
+                return None
         except (RuntimeError, TypeError):
-            return False
-        return all(part.untyped_storage().nbytes() >= size for part, size in zip(parts, self.state_bytes, strict=True))
+            return None
+        there = [part.untyped_storage().nbytes() for part in parts]
+        return parts if all(map(le, self.state_bytes, there)) else None
 
     def read(self, observation) -> tuple:
         """Numbers of an observation where compiled code can read them, an action to be filled, and its address."""
@@ -286,11 +287,9 @@ def is_as_written(policy: nn.Module, model: nn.Module) -> bool:
     # It would leave the state out.
     if any(layer.gradient_checkpointing and layer.training for layer in layers):
         return False
-    modules = modules_of(policy)
-    if any(chain.from_iterable(map(hooks_of, modules))) or any(
-        METHOD_NAMES & set(module.__dict__) for module in modules
-    ):
-        return False
+    for module in modules_of(policy):
+        if any(hooks_of(module)) or not METHOD_NAMES.isdisjoint(module.__dict__):
+            return False
     return all(getattr(owner, name) in METHODS for owner, name in methods_of(policy))
 
 

@@ -271,6 +271,20 @@ def test_another_parameter_is_another(name, policy, fused):
     assert len(fused) == 1
 
 
+def test_a_parameter_that_equals_the_one_before_is_another(fused):
+    """With one head some have one number each, and two such tensors compare as two numbers do."""
+    policy = make_policy(expand=1, head_dim=12)
+    policy.select_action(OBSERVATION)
+    policy.select_action(OBSERVATION)
+    mixer = policy.model.layers[0].mixer
+    for name in ("D", "dt_bias"):
+        setattr(mixer, name, nn.Parameter(getattr(mixer, name).detach().clone()))
+        assert_same(policy)
+        getattr(mixer, name).data.add_(1)
+        assert_same(policy)
+    assert len(fused) == 5
+
+
 def test_a_square_matrix_that_is_turned(fused):
     policy = make_policy(hidden_size=16)
     policy.select_action(OBSERVATION)
