@@ -129,12 +129,11 @@ def calls_in(text: str) -> tuple[Counter, int]:
 
 
 def take_counted_steps(name: str) -> None:
-    """What runs under callgrind: counts from here on, but for the first steps."""
+    """What runs under callgrind, which counts after the first steps."""
     step = make_steps()[name]
     for _ in range(10):
         step()
-    for command in ("--instr=on", "--zero"):
-        tell_callgrind(command)
+    tell_callgrind("--instr=on")
     for _ in range(COUNTED_STEPS):
         step()
     tell_callgrind("--instr=off")
