@@ -86,6 +86,7 @@ int swiglu_forward(const SwiGLU<Element, Inside>* network) {
 int swiglu_backward(const SwiGLU<Element, Inside>* network) {
     return failed([&] { run(*network, false); });
 }
+int64_t delta_segment(int64_t steps) { return delta_segment_tokens(steps); }
 int64_t delta_bytes() { return sizeof(Delta<Element, Inside>); }
 int64_t swiglu_bytes() { return sizeof(SwiGLU<Element, Inside>); }
 #endif

@@ -29,6 +29,7 @@ from mamba3_nplr.modeling.mixers.delta_cpu import (
     DeltaWeights,
     delta_cpu,
     delta_operator,
+    kept_slots,
     letters_operator,
 )
 from mamba3_nplr.modeling.scan.cpu import library as cpu_library
@@ -388,6 +389,13 @@ def test_compiled_code_has_no_numbers_of_its_own(monkeypatch):
 
 def test_python_and_the_library_agree_on_the_struct():
     assert compiled_library(torch.float32, "delta").delta_bytes() == ctypes.sizeof(CompiledDelta.function.struct)
+
+
+def test_python_and_the_library_agree_on_the_places_of_kept_states():
+    """The library writes to them unseen."""
+    library = compiled_library(torch.float32, "delta")
+    for steps in (*range(1, 20), 100):
+        assert kept_slots(3, 1000, steps) == 1000 // library.delta_segment(steps) + 3
 
 
 def count_calls(monkeypatch) -> list:
