@@ -365,7 +365,6 @@ CHANGES = {
     "another list of layers": with_module("model", "layers", lambda policy: nn.ModuleList(policy.model.layers[::-1])),
     "a sequence of layers": with_module("model", "layers", lambda policy: nn.Sequential(*policy.model.layers)),
     "a class": lambda policy: setattr(policy.model, "__class__", type("Other", (type(policy.model),), {})),
-    "options": lambda policy: policy.model.layers[0].mixer.options.update(a_min=0.3),
     "gradient checkpointing": lambda policy: policy.train().gradient_checkpointing_enable(),
     "weights of another": lambda policy: policy.load_state_dict(make_policy(**EVERYTHING).state_dict()),
     "weights assigned": lambda policy: policy.load_state_dict(make_policy(**EVERYTHING).state_dict(), assign=True),
@@ -415,6 +414,15 @@ def test_settings_are_taken_as_they_are_now(policy, fused):
     assert len(fused) == 1
     policy.config.action_size = 17  # more than there are
     assert_same(policy)
+
+
+def test_options_of_compiled_mixers_are_taken_as_they_are_now(policy, fused):
+    before = policy.next_action(OBSERVATION, policy.policy_states)[0]
+    policy.model.layers[0].mixer.options["contractive"] = True
+    found = policy.next_action(OBSERVATION, policy.policy_states)[0]
+    expected = policy.next_action_by_modules(OBSERVATION, policy.policy_states)[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10)
+    assert len(fused) == 2 and np.abs(found - before).max() > 1e-8  # a hundred times what is allowed above
 
 
 def test_another_backend_is_called(policy, fused, monkeypatch):
