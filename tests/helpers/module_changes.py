@@ -1,5 +1,7 @@
 """What others do to modules and tensors that compiled code stands for: each changes a result, or where it is found."""
 
+from contextlib import contextmanager
+
 import accelerate
 import torch
 from torch import nn
@@ -118,3 +120,14 @@ def arrangements(x):
         "parameter": (nn.Parameter(x), True),
         "subclass": (x.as_subclass(Marked), False),
     }
+
+
+@contextmanager
+def seen_modules(register: str):
+    """The modules that a hook on all of them sees, which `register` of torch puts on."""
+    seen = []
+    handle = getattr(nn.modules.module, register)(lambda module, *rest: seen.append(module))
+    try:
+        yield seen
+    finally:
+        handle.remove()

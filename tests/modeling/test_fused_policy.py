@@ -12,25 +12,9 @@ from torch import nn
 from torch.autograd import forward_ad
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from helpers import module_changes
 from helpers.family_cases import build_case
 from helpers.model_cases import OPTIONS, build
-from helpers.module_changes import (
-    CALLS,
-    Counting,
-    Marked,
-    Watching,
-    arrangements,
-    double,
-    double_precision_of_single,
-    freed,
-    freed_view,
-    negated_twice,
-    old_weight_norm,
-    scattered,
-    single,
-    view_of_many,
-    weight_norm,
-)
 from mamba3_nplr import Mamba3NPLRForBehaviorCloning
 from mamba3_nplr.modeling import fused_policy, modeling_mamba3_nplr, sequence_model
 from mamba3_nplr.modeling.control_loop import ControlLoopMixin
@@ -153,7 +137,7 @@ def test_other_families_run_as_they_are(case, fused):
     assert not fused
 
 
-@pytest.mark.parametrize("change", CALLS)
+@pytest.mark.parametrize("change", module_changes.CALLS)
 @pytest.mark.parametrize("name", MODULES)
 def test_what_happens_around_a_module_happens(name, change, policy, fused):
     change(policy.get_submodule(name))
@@ -165,7 +149,9 @@ def test_what_happens_around_a_module_happens(name, change, policy, fused):
 def test_what_happens_around_a_class_of_modules_happens(name, policy, fused, monkeypatch):
     kind = type(policy.get_submodule(name))
     forward = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, *args, **named: double(forward(self, *args, **named)))
+    monkeypatch.setattr(
+        kind, "forward", lambda self, *args, **named: module_changes.double(forward(self, *args, **named))
+    )
     assert_same(policy)
     assert not fused
 
@@ -210,10 +196,8 @@ def test_other_methods_of_objects_are_called(module, name, policy, fused):
 
 @pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
 def test_what_happens_around_all_modules_happens(register, policy, fused):
-    seen = []
-    handle = getattr(nn.modules.module, register)(lambda module, *rest: seen.append(module))
-    assert_same(policy)
-    handle.remove()
+    with module_changes.seen_modules(register) as seen:
+        assert_same(policy)
     assert not fused and set(seen) >= {policy.get_submodule(name) for name in MODULES}
 
 
@@ -246,8 +230,16 @@ def frozen(p):
     p.requires_grad_(not p.requires_grad)
 
 
-READABLE = [double_precision_of_single, view_of_many, changed, changed_in_place, replaced, swapped, frozen]
-UNREADABLE = [scattered, negated_twice, single, half_precision]
+READABLE = [
+    module_changes.double_precision_of_single,
+    module_changes.view_of_many,
+    changed,
+    changed_in_place,
+    replaced,
+    swapped,
+    frozen,
+]
+UNREADABLE = [module_changes.scattered, module_changes.negated_twice, module_changes.single, half_precision]
 
 
 @pytest.mark.parametrize("change", [*READABLE, *UNREADABLE])
@@ -266,7 +258,7 @@ def test_another_parameter_is_another(name, policy, fused):
     setattr(owner, last, nn.Parameter(2 * getattr(owner, last).detach()))
     assert_same(policy)
     assert len(fused) == 1
-    setattr(owner, last, nn.Parameter(getattr(owner, last).detach().as_subclass(Marked)))
+    setattr(owner, last, nn.Parameter(getattr(owner, last).detach().as_subclass(module_changes.Marked)))
     assert_same(policy)
     assert len(fused) == 1
 
@@ -295,7 +287,7 @@ def test_a_square_matrix_that_is_turned(fused):
     assert len(fused) == 1
 
 
-@pytest.mark.parametrize("change", [freed, freed_view])
+@pytest.mark.parametrize("change", [module_changes.freed, module_changes.freed_view])
 @pytest.mark.parametrize("name", [f"{name}.weight" for name in MODULES if not name.endswith(("mixer", "1"))])
 def test_weights_that_are_not_in_memory_are_an_error(name, change, policy, fused):
     change(policy.get_parameter(name))
@@ -304,7 +296,7 @@ def test_weights_that_are_not_in_memory_are_an_error(name, change, policy, fused
     assert not fused
 
 
-@pytest.mark.parametrize("change", [weight_norm, old_weight_norm])
+@pytest.mark.parametrize("change", [module_changes.weight_norm, module_changes.old_weight_norm])
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith(("mixer", "1"))])
 def test_weights_made_of_others_are_made(name, change, policy, fused):
     change(policy.get_submodule(name))
@@ -384,7 +376,7 @@ def test_modules_are_taken_as_they_are_now(name, policy, fused):
 def test_a_hook_in_another_dict_of_hooks(policy, fused):
     policy.action_head._forward_hooks = type(policy.action_head._forward_hooks)()
     assert_same(policy)
-    policy.action_head.register_forward_hook(lambda module, args, output: double(output))
+    policy.action_head.register_forward_hook(lambda module, args, output: module_changes.double(output))
     assert_same(policy)
     assert len(fused) == 1
 
@@ -446,8 +438,8 @@ def test_another_compiled_step_is_called(policy, fused, monkeypatch):
 @pytest.mark.parametrize(
     "watch",
     [
-        Counting,
-        Watching,
+        module_changes.Counting,
+        module_changes.Watching,
         forward_ad.dual_level,
         functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16),
         functools.partial(torch.device, "cpu"),
@@ -470,11 +462,11 @@ def test_gradients_may_be_on_or_off(mode, policy, fused):
     assert len(fused) == 3
 
 
-@pytest.mark.parametrize("how", arrangements(torch.ones(1)))
+@pytest.mark.parametrize("how", module_changes.arrangements(torch.ones(1)))
 def test_states_are_read_however_they_lie(how, policy, fused):
     states = policy.policy_states
     for field, part in states[1]._asdict().items():
-        given, _ = arrangements(part.float().double())[how]
+        given, _ = module_changes.arrangements(part.float().double())[how]
         assert_same(policy, states=LayerStates([states[0], states[1]._replace(**{field: given})]))
     assert not fused
 

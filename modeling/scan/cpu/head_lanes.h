@@ -55,12 +55,12 @@ class LanesWorker {
   public:
     LanesWorker(const Mixer<S, T>& mixer, BackwardSums<S, T>* sums)
         : a(mixer),
+          sums(sums),
+          keeps_letters(a.letters && a.letters <= kLettersKept),
+          maps(mixer, memory),
           n{mixer.state},
           p{mixer.channels},
           m(mixer.pairs),
-          keeps_letters(a.letters && a.letters <= kLettersKept),
-          sums(sums),
-          maps(mixer, memory),
           C(vectors(kSegment * n)),
           B(vectors((kSegment + 1) * n)),
           k(vectors((kSegment + 1) * n)),
@@ -629,13 +629,13 @@ class LanesWorker {
     };
 
     const Mixer<S, T>& a;
+    BackwardSums<S, T>* sums;
+    const bool keeps_letters;
+    Buffers<T> memory;
+    const TokenMaps<S, T, N, P> maps;
     const Size<N> n;
     const Size<P> p;
     const int64_t m;
-    const bool keeps_letters;
-    BackwardSums<S, T>* sums;
-    Buffers<T> memory;
-    const TokenMaps<S, T, N, P> maps;
     int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, filled_for = -1;
     TokenRow<T> own[kSegment + 1], rows[kSegment + 1], own_gradient;
     std::vector<TokenRow<T>> letter_rows, letter_gradient_rows;

@@ -290,19 +290,6 @@ def test_columns_that_nobody_reads_have_no_gradient():
     assert not wide.grad[..., -more:].any() and wide.grad[..., :-more].all()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
-def test_a_second_derivative_is_that_of_the_chunkwise_mixer_which_the_compiled_one_names(backend):
-    mixer = make_delta_mixer("gdn", hidden_size=4, num_heads=1, head_key_dim=2, head_value_dim=3)
-    mixer.config.scan_backend = backend
-    x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
-    if backend == "chunkwise":
-        assert torch.autograd.gradgradcheck(lambda x: mixer(x)[0], x)
-        return
-    (first,) = torch.autograd.grad(mixer(x)[0].square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative.*scan_backend='chunkwise'"):
-        torch.autograd.grad(first.square().sum(), x)
-
-
 @pytest.mark.parametrize("rows", [3, 300])
 def test_results_do_not_depend_on_the_number_of_threads(rows):
     """Promised to the last bit by the source: the order of every sum follows from the shape alone."""
@@ -502,15 +489,6 @@ def test_transforms_of_torch_are_those_of_the_chunkwise_mixer():
     for found, part in zip(gradients, x, strict=True):
         (expected,) = torch.autograd.grad(total(part.requires_grad_()), part)
         assert error(found, expected) < 1e-10
-
-
-def test_masked_models_compile_in_one_graph():
-    model = build_case("gdp_everything", scan_backend="cpu", num_hidden_layers=1)
-    ids, mask = torch.randint(0, 11, (2, 6)), torch.tensor([[1, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 0]])
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = compiled(ids, attention_mask=mask).last_hidden_state
-    found.sum().backward()
-    assert error(found, model(ids, attention_mask=mask).last_hidden_state) < 1e-10
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from helpers.module_changes import (
     negated_twice,
     old_weight_norm,
     scattered,
+    seen_modules,
     single,
     subclass,
     view_of_many,
@@ -135,10 +136,8 @@ def test_what_happens_around_a_class_of_modules_happens(name, block, taken, monk
 
 @pytest.mark.parametrize("register", ["register_module_forward_hook", "register_module_forward_pre_hook"])
 def test_what_happens_around_all_modules_happens(register, block, taken):
-    seen = []
-    handle = getattr(nn.modules.module, register)(lambda module, *rest: seen.append(module))
-    assert_same(block)
-    handle.remove()
+    with seen_modules(register) as seen:
+        assert_same(block)
     assert not taken and set(seen) >= {block.get_submodule(name) for name in MODULES}
 
 

@@ -7,7 +7,15 @@ import random
 import pytest
 import torch
 
-from helpers.mixer_cases import assert_close, make_mixer, operator_arguments, random_state, results_and_gradients
+from helpers.family_cases import build_case
+from helpers.mixer_cases import (
+    assert_close,
+    make_delta_mixer,
+    make_mixer,
+    operator_arguments,
+    random_state,
+    results_and_gradients,
+)
 from helpers.model_cases import OPTIONS, build
 from helpers.places import TESTS
 from helpers.sanitized import SANITIZERS, run_sanitized
@@ -189,9 +197,16 @@ def test_the_operator_is_well_behaved(option):
     torch.library.opcheck(mixer_operator, tuple(arguments))
 
 
+def tiny_mixer(family):
+    if family == "delta":
+        return make_delta_mixer("gdn", hidden_size=4, num_heads=1, head_key_dim=2, head_value_dim=3)
+    return make_mixer("paper", hidden_size=4, head_dim=4, state_size=2, num_rope_pairs=1, expand=1)
+
+
+@pytest.mark.parametrize("family", ["mamba3", "delta"])
 @pytest.mark.parametrize("backend", ["cpu", "chunkwise"])
-def test_a_second_derivative_is_that_of_the_chunkwise_mixer_which_the_compiled_one_names(backend):
-    mixer = make_mixer("paper", hidden_size=4, head_dim=4, state_size=2, num_rope_pairs=1, expand=1)
+def test_a_second_derivative_is_that_of_the_chunkwise_mixer_which_the_compiled_one_names(backend, family):
+    mixer = tiny_mixer(family)
     mixer.config.scan_backend = backend
     x = torch.randn(1, 3, 4, dtype=torch.float64, requires_grad=True)
     if backend == "chunkwise":
@@ -314,8 +329,10 @@ def test_steps_that_are_more_than_numbers_take_the_usual_path(watched, monkeypat
     assert error(found.float(), expected.float()) < (0.02 if watched == "half" else 1e-5)
 
 
-def test_masked_models_compile_in_one_graph():
-    model = build(Mamba3NPLRModel, scan_backend="cpu", num_hidden_layers=1)
+@pytest.mark.parametrize("family", ["mamba3", "delta"])
+def test_masked_models_compile_in_one_graph(family):
+    options = {"scan_backend": "cpu", "num_hidden_layers": 1}
+    model = build(Mamba3NPLRModel, **options) if family == "mamba3" else build_case("gdp_everything", **options)
     ids, mask = torch.randint(0, 11, (2, 6)), torch.tensor([[1, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 0]])
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = compiled(ids, attention_mask=mask).last_hidden_state
