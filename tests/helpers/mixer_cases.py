@@ -46,6 +46,16 @@ def delta_operator_arguments(mixer, rows, length):
     return [*(None if x is None else x.detach().clone() for x in tensors), *mixer.options().values()]
 
 
+def run(mixer, x, state, backend, **sequences):
+    """Output, state, and the gradients of a random function of them in the input, the state and every parameter."""
+    mixer.config.scan_backend = backend
+    x, state = x.detach().clone().requires_grad_(), type(state)(*(part.detach().clone() for part in state))
+    leaves = {"x": x} | {f"initial_{name}": part.requires_grad_() for name, part in state._asdict().items()}
+    leaves |= {name: parameter for name, parameter in mixer.named_parameters() if name != "h0"}  # a state is given
+    y, final = mixer(x, state, **sequences)
+    return results_and_gradients(y, final, leaves)
+
+
 def results_and_gradients(y, final, leaves):
     """Output, state, and the gradients of a random function of them."""
     generator = torch.Generator().manual_seed(1)

@@ -15,6 +15,7 @@ from helpers.mixer_cases import (
     make_delta_mixer,
     random_delta_state,
     results_and_gradients,
+    run,
 )
 from helpers.sanitized import SANITIZERS, run_sanitized
 from helpers.scan_cases import error
@@ -37,16 +38,6 @@ from mamba3_nplr.modeling.scan.cpu.compiled import library as compiled_library
 from mamba3_nplr.modeling.scan.sequences import TokenOrder
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
-
-
-def run(mixer, x, state, backend, **sequences):
-    """Output, state, and the gradients of a random function of them in the input, the state and every parameter."""
-    mixer.config.scan_backend = backend
-    x, state = x.detach().clone().requires_grad_(), DeltaState(*(part.detach().clone() for part in state))
-    leaves = {"x": x} | {f"initial_{name}": part.requires_grad_() for name, part in state._asdict().items()}
-    leaves |= dict(mixer.named_parameters())
-    y, final = mixer(x, state, **sequences)
-    return results_and_gradients(y, final, leaves)
 
 
 def fuzzed_cases(count=48):

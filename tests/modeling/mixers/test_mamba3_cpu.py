@@ -15,6 +15,7 @@ from helpers.mixer_cases import (
     operator_arguments,
     random_state,
     results_and_gradients,
+    run,
 )
 from helpers.model_cases import OPTIONS, build
 from helpers.places import TESTS
@@ -34,16 +35,6 @@ from mamba3_nplr.modeling.scan.cpu.operator import CompiledScan
 from mamba3_nplr.modeling.scan.sequences import TokenOrder
 
 pytestmark = pytest.mark.skipif(cpu_library.compiler() is None, reason="there is no C++ compiler")
-
-
-def run(mixer, x, state, backend, **sequences):
-    """Output, state, and the gradients of a random function of them in the input, the state and every parameter."""
-    mixer.config.scan_backend = backend
-    x, state = x.detach().clone().requires_grad_(), Mamba3State(*(part.detach().clone() for part in state))
-    leaves = {"x": x} | {f"initial_{name}": part.requires_grad_() for name, part in state._asdict().items()}
-    leaves |= {name: parameter for name, parameter in mixer.named_parameters() if name != "h0"}
-    y, final = mixer(x, state, **sequences)
-    return results_and_gradients(y, final, leaves)
 
 
 def fuzzed_cases(count=33):
