@@ -183,17 +183,23 @@ def test_streams_and_the_control_loop_in_threads_keep_apart(policy):
         lambda: list(act(iter(episodes[1]))),
         lambda: [policy.select_action(observation) for observation in episodes[2]],
     ]
-    alone = [run() for run in runs]
-    policy.reset()
-    meeting = threading.Barrier(3)
-
-    def meet(*given):
-        meeting.wait(60)
-
-    # At every step all three are inside it at the same time, both before and after the state is computed.
-    policy.model.embed_observations.register_forward_hook(meet)
-    policy.action_head.register_forward_hook(meet)
     with ThreadPoolExecutor(3) as threads:
+        compiled = [run() for run in runs]
+        policy.reset()
+        assert np.array_equal([done.result() for done in [threads.submit(run) for run in runs]], compiled)
+        policy.reset()
+        meeting = threading.Barrier(1)
+
+        def meet(*given):
+            meeting.wait(60)
+
+        # Where somebody hooks modules they are called, which rounds otherwise than one compiled call.
+        policy.model.embed_observations.register_forward_hook(meet)
+        policy.action_head.register_forward_hook(meet)
+        alone = [run() for run in runs]
+        policy.reset()
+        # At every step all three are inside it at the same time, both before and after the state is computed.
+        meeting = threading.Barrier(3)
         found = [done.result() for done in [threads.submit(run) for run in runs]]
     assert np.array_equal(found, alone)
 
