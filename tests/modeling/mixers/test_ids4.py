@@ -122,7 +122,8 @@ def test_vectors_that_vanish_leave_finite_gradients(case, shared):
         assert found[2].any() and not found[1].any()  # that of w is all there is
 
 
-def test_threads_change_no_bit():
+def test_threads_change_nothing_but_rounding():
+    """Which is that of torch's matrix products: on some processors it depends on the number of threads."""
     table, index, A, w, _ = letter_inputs(batch=16, length=30, s=40)
     found = []
     for threads in (1, 2, 3):
@@ -135,7 +136,7 @@ def test_threads_change_no_bit():
     torch.set_num_threads(1)
     for others in found[2:4], found[4:]:
         for a, b in zip(found[:2], others, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+            assert all(error(x, y) < 1e-12 for x, y in zip(a, b, strict=True))
 
 
 def test_gradcheck():

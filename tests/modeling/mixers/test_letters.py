@@ -15,6 +15,7 @@ from mamba3_nplr.modeling.mixers.letters import take_tokens
 from mamba3_nplr.modeling.mixers.mamba3_cpu import letters_operator, mixer_operator
 
 LETTERS = 5
+KINDS = (torch.float32, torch.float64)
 MASK = torch.rand(3, 40, generator=torch.Generator().manual_seed(0)) < 0.6
 MASK[1] = False
 SEQUENCES = {
@@ -90,14 +91,18 @@ def operator_results(outputs, leaves):
 @pytest.mark.parametrize("option", ["paper", "rank0", "exact_tracking"])
 @pytest.mark.parametrize("heads", [5, 16])
 def test_float32_is_the_same_but_for_the_order_of_sums(option, heads):
+    """Results are, to the last bit; gradients are as near to those of float64 as token by token, or to 1e-5."""
     (given, options), index = letters_given(option, heads, 64), words(3, 64)
-    leaves = [x for x in given if x is not None]
-    tokens = [take_tokens(x, index) for x in given[:3]]
-    found = operator_results(letters_operator(*given, index, *options)[:5], leaves)
-    expected = operator_results(mixer_operator(*tokens, *given[3:], *options)[:5], leaves)
-    assert all(torch.equal(one, other) for one, other in zip(found[:5], expected[:5], strict=True))
-    for one, other in zip(found[5:], expected[5:], strict=True):
-        assert not other.numel() or error(one, other) < 1e-5
+
+    def token_by_token(given):
+        tokens = [take_tokens(x, index) for x in given[:3]]
+        return operator_results(mixer_operator(*tokens, *given[3:], *options)[:5], [x for x in given if x is not None])
+
+    found = operator_results(letters_operator(*given, index, *options)[:5], [x for x in given if x is not None])
+    tokens, exact = (token_by_token([None if x is None else x.to(kind) for x in given]) for kind in KINDS)
+    assert all(torch.equal(one, other) for one, other in zip(found[:5], tokens[:5], strict=True))
+    for one, other, expected in zip(found[5:], tokens[5:], exact[5:], strict=True):
+        assert (one - expected).norm() <= max(1e-5 * expected.norm(), 2 * (other - expected).norm())
 
 
 @pytest.mark.parametrize("heads", [5, 32])
