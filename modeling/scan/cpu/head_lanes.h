@@ -41,11 +41,6 @@ class HeadDoubles {
     std::vector<double> values;
 };
 
-inline double wrapped_angle(double angle) {
-    const double shift = 6755399441055744.0;  // 1.5 * 2^52, past which there are whole numbers only
-    return angle - 2 * kPi * ((angle * (0.5 / kPi) + shift) - shift);
-}
-
 // Works on one row and as many of its heads as there are lanes after another.
 template <typename S, typename T, int64_t N, int64_t P>
 class LanesWorker {

@@ -234,7 +234,7 @@ class MixerWorker {
         for (int64_t t = 0; t < s.steps; ++t)
             for (int64_t j = 0; j < m; ++j)
                 theta[(t + 1) * m + j] = theta[t * m + j] + double(dt[t]) * double(shared.omega[t][j]);
-        for (int64_t j = 0; j < (s.steps + 1) * m; ++j) angles[j] = T(wrapped(theta[j]));
+        for (int64_t j = 0; j < (s.steps + 1) * m; ++j) angles[j] = T(wrapped_angle(theta[j]));
         for (int64_t j = 0; j < (s.steps + 1) * m; j += kLanes<T>)
             sine_cosine(vec(angles + j), vec(sines + j), vec(cosines + j));
         for (int64_t t = 0; t <= s.steps; ++t)
@@ -243,11 +243,6 @@ class MixerWorker {
                 sine[t][2 * j] = -sines[t * m + j];
                 sine[t][2 * j + 1] = sines[t * m + j];
             }
-    }
-
-    static double wrapped(double angle) {
-        const double shift = 6755399441055744.0;  // 1.5 * 2^52, past which there are whole numbers only
-        return angle - 2 * kPi * ((angle * (0.5 / kPi) + shift) - shift);
     }
 
     void fill_k() {
@@ -310,7 +305,7 @@ class MixerWorker {
     void finish(int64_t start, int64_t i) {
         const int64_t end = start + s.steps;
         if (end < length) {
-            for (int64_t j = 0; j < m; ++j) a.kept_phase[kept_at(end, i) * m + j] = wrapped(theta[s.steps * m + j]);
+            for (int64_t j = 0; j < m; ++j) a.kept_phase[kept_at(end, i) * m + j] = wrapped_angle(theta[s.steps * m + j]);
             return;
         }
         for (int64_t j = 0; j < m; ++j) a.phase[pair(i) * m + j] = angles[s.steps * m + j];

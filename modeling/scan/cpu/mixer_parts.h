@@ -46,6 +46,24 @@ namespace {
 
 constexpr double kPi = 3.14159265358979323846;
 
+// The same angle between -pi and pi.
+inline double wrapped_angle(double angle) {
+    const double shift = 6755399441055744.0;  // 1.5 * 2^52, past which there are whole numbers only
+    return angle - 2 * kPi * ((angle * (0.5 / kPi) + shift) - shift);
+}
+
+// `count` numbers over their RMS, times a weight; the rest of the last vector is 0.
+template <typename S, typename T>
+void normalise(const S* from, int64_t count, const T* weight, double epsilon, T* to) {
+    Vector<T> squares{};
+    for (int64_t i = 0; i < count; i += kLanes<T>) {
+        vec(to + i) = read_vector<T>(from + i, count - i);
+        squares += vec(to + i) * vec(to + i);
+    }
+    const T scale = T(1) / std::sqrt(sum_lanes<T>(squares) / T(count) + T(epsilon));
+    for (int64_t i = 0; i < count; i += kLanes<T>) vec(to + i) *= scale * vec(weight + i);
+}
+
 // Columns of `projected`.
 template <typename S, typename T>
 struct Columns {
@@ -239,9 +257,9 @@ class SharedSegment {
     void fill(int64_t row, int64_t start, int64_t steps) {
         for (int64_t t = start ? -1 : 0; t < steps; ++t) {
             const S* from = a.projected + a.source(a.layout.token(row, start + t)) * a.width;
-            if (a.B_weight) normalise(from + columns.B, B_weight, B[t + 1]);
+            if (a.B_weight) normalise(from + columns.B, a.state, B_weight, a.epsilon, B[t + 1]);
             if (t < 0) continue;
-            normalise(from + columns.C, C_weight, C[t]);
+            normalise(from + columns.C, a.state, C_weight, a.epsilon, C[t]);
             load(from + columns.angle, a.pairs, omega[t]);
             for (int64_t i = 0; i < a.pairs; i += kLanes<T>)
                 vec(omega[t] + i) = T(kPi) * hyperbolic_tangent(vec(omega[t] + i));
@@ -257,14 +275,6 @@ class SharedSegment {
     Rows<T> B, C, omega, grad_B, grad_C, grad_omega;
 
   private:
-    void normalise(const S* from, const T* weight, T* to) {
-        load(from, a.state, to);
-        Vector<T> squares{};
-        for (int64_t i = 0; i < B.stride; i += kLanes<T>) squares += vec(to + i) * vec(to + i);
-        const T scale = T(1) / std::sqrt(sum_lanes<T>(squares) / T(a.state) + T(a.epsilon));
-        for (int64_t i = 0; i < B.stride; i += kLanes<T>) vec(to + i) *= scale * vec(weight + i);
-    }
-
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
     T *B_weight, *C_weight;

@@ -130,8 +130,8 @@ class TokenMaps {
         for (int64_t i = 0; i < p; ++i) to.open[i] = sigmoid<T>(to.z[i]);
         fill_gates(from, source, first, to.gates);
         if (a.k) fill_k(a.k + (source * a.heads + first) * n, to);
-        if (a.B_weight) normalise(from + columns.B, B_weight, to.B);
-        normalise(from + columns.C, C_weight, to.C);
+        if (a.B_weight) normalise(from + columns.B, n, B_weight, a.epsilon, to.B);
+        normalise(from + columns.C, n, C_weight, a.epsilon, to.C);
         for (int64_t j = 0; j < m; j += L)
             vec(to.omega + j) = T(kPi) * hyperbolic_tangent(read_vector<T>(from + columns.angle + j, m - j));
     }
@@ -140,7 +140,7 @@ class TokenMaps {
     void fill_before(int64_t source, int64_t first, const TokenRow<T>& to) const {
         const S* from = a.projected + source * a.width;
         read_lanes<T>(from + columns.u + first * p, p, to.u);
-        if (a.B_weight) normalise(from + columns.B, B_weight, to.B);
+        if (a.B_weight) normalise(from + columns.B, n, B_weight, a.epsilon, to.B);
     }
 
     // Passes the gradients of a token on to those of its projections, and adds to the sums for the biases and, if this
@@ -234,16 +234,6 @@ class TokenMaps {
         along *= x.gates[kLong];
         for (int64_t i = 0; i < n; ++i) grad.k[i] = x.gates[kInverseLength] * (grad.k[i] - along * x.k[i]);
         give_heads(grad.k, n, to.k, source, first * n);
-    }
-
-    void normalise(const S* from, const T* weight, T* to) const {
-        V squares{};
-        for (int64_t i = 0; i < n; i += L) {
-            vec(to + i) = read_vector<T>(from + i, n - i);
-            squares += vec(to + i) * vec(to + i);
-        }
-        const T scale = T(1) / std::sqrt(sum_lanes<T>(squares) / T(n) + T(a.epsilon));
-        for (int64_t i = 0; i < n; i += L) vec(to + i) *= scale * vec(weight + i);
     }
 
     // Of `count` vectors the sums over heads.
