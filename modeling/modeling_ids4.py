@@ -8,9 +8,8 @@ from transformers import initialization as init
 
 from ..configuration.configuration_ids4 import IDS4Config
 from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClassificationMixin
-from .mixers.fused_step import known_to_compiled_code, submodule
+from .mixers.fused_step import known_to_compiled_code
 from .mixers.ids4 import IDS4Mixer
-from .mixers.letters import Letters, find_equal_observations
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel
 
 
@@ -48,13 +47,6 @@ class IDS4Model(SequenceModel, IDS4PreTrainedModel):
     """The blocks without a head; `config.input_type` says whether they read tokens or observations."""
 
     block_class = IDS4Block
-
-    def find_letters(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> Letters | None:
-        if name != "observations" or not self.layers[0].may_take_letters():
-            return super().find_letters(name, values, mask)
-        if mask is not None:
-            values = values.masked_fill(~mask[..., None], 0.0)
-        return find_equal_observations(submodule(self, "embed_observations"), values)
 
 
 class IDS4ForSequenceClassification(SequenceClassificationMixin, IDS4PreTrainedModel):

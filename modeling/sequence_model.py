@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .families import HEADS, auto_class_without_package, own_name
 from .hub.self_contained import SelfContainedMixin
 from .mixers.fused_step import is_known, known_method, submodule
-from .mixers.letters import Letters, find_letters, is_unseen
+from .mixers.letters import Letters, find_equal_observations, find_letters, is_unseen
 from .model_inputs import (
     check_embeddings,
     check_observations,
@@ -246,9 +246,13 @@ class SequenceModel(SequencePreTrainedModel):
 
     def find_letters(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> Letters | None:
         """What the first block may take in place of each token by itself."""
-        if name != "input_ids" or not self.layers[0].may_take_letters():
+        if name == "inputs_embeds" or not self.layers[0].may_take_letters():
             return None
-        return find_letters(submodule(self, "embed_tokens"), values)
+        if name == "input_ids":
+            return find_letters(submodule(self, "embed_tokens"), values)
+        if mask is not None:
+            values = values.masked_fill(~mask[..., None], 0.0)
+        return find_equal_observations(submodule(self, "embed_observations"), values)
 
     def prepare_cache(self, cache: Cache | None, use_cache: bool | None, rows: int) -> Cache | None:
         """The given cache once checked, or a new one if the caller wants the state back."""

@@ -1,6 +1,7 @@
 """
 Tokens as letters. What the first block does with one token by itself, up to its scan, depends on nothing but which
 letter it is: with few letters and many tokens it is computed once for each letter, and the scan reads it by an index.
+Observations that repeat are letters too.
 """
 
 from typing import NamedTuple

@@ -10,7 +10,6 @@ from helpers.mixer_cases import make_mixer, operator_arguments, random_state
 from helpers.model_cases import OPTIONS, build
 from helpers.scan_cases import error
 from mamba3_nplr import Mamba3NPLRModel
-from mamba3_nplr.modeling import sequence_model
 from mamba3_nplr.modeling.mixers.letters import take_tokens
 from mamba3_nplr.modeling.mixers.mamba3_cpu import letters_operator, mixer_operator
 
@@ -125,7 +124,7 @@ def test_sums_by_letter_do_not_depend_on_the_number_of_threads(heads):
 def rows_of(monkeypatch):
     """How many rows the input projection of the first block is given."""
 
-    def count(model, ids, call=None, **inputs):
+    def count(model, *tokens, **inputs):
         seen, linear = [], nn.functional.linear
         weight = model.layers[0].mixer.in_proj.weight
 
@@ -136,7 +135,7 @@ def rows_of(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(nn.functional, "linear", watch)
-            (call or model)(ids, **inputs)
+            model(*tokens, **inputs)
         return seen[0]
 
     return count
@@ -146,23 +145,51 @@ def make_model(option="paper", dtype=torch.float64, **changes):
     return build(Mamba3NPLRModel, option, dtype, vocab_size=LETTERS, **changes)
 
 
+def frames(index):
+    """Observations that are the same wherever the index is."""
+    return torch.randn(LETTERS, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))[index]
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_model_takes_letters_by_itself(option, padded, rows_of, monkeypatch):
-    model, ids = make_model(option), words()
-    inputs = {"attention_mask": MASK} if padded else {}
+@pytest.mark.parametrize("kind", ["tokens", "observations"])
+def test_a_model_takes_letters_by_itself(option, padded, kind, rows_of, monkeypatch):
+    model = make_model(option, input_type=kind)
+    inputs = {"input_ids": words()} if kind == "tokens" else {"observations": frames(words())}
+    letters = LETTERS
+    if padded:
+        inputs["attention_mask"] = MASK
+    if padded and kind == "observations":
+        inputs["observations"][~MASK] = torch.nan  # what stands at padding is nobody's concern
+        letters += 1  # the 0 that is put there
 
     def results():
-        y = model(ids, **inputs).last_hidden_state
+        y = model(**inputs).last_hidden_state
         weight = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
         return [y, *torch.autograd.grad((weight * y).sum(), list(model.parameters()))]
 
     found = results()
-    assert rows_of(model, ids, **inputs) == LETTERS
-    monkeypatch.setattr(sequence_model, "find_letters", lambda embedding, input_ids: None)
-    assert rows_of(model, ids, **inputs) == ids.numel()
+    assert rows_of(model, **inputs) == letters
+    monkeypatch.setattr(Mamba3NPLRModel, "find_letters", lambda *_: None)
+    assert rows_of(model, **inputs) == words().numel()
     for one, other in zip(found, results(), strict=True):
         assert error(one, other) < 1e-10
+
+
+def test_observations_that_seldom_repeat_are_taken_one_by_one(rows_of):
+    model, seen = make_model(input_type="observations"), frames(words())
+    for repeated, rows in ((60, 60), (61, 120)):
+        observations = torch.randn(120, 16, dtype=torch.float64)[torch.arange(120) % repeated].view(3, 40, 16)
+        assert rows_of(model, observations=observations) == rows
+    assert rows_of(model, observations=seen.clone().requires_grad_()) == words().numel()  # each has its own gradient
+
+
+@pytest.mark.parametrize("part", ["embed_observations", "layers.0", "layers.0.mixer_norm"])
+def test_whoever_looks_at_observations_sees_each_of_them(part, rows_of):
+    model, observations = make_model(input_type="observations"), frames(words())
+    assert rows_of(model, observations=observations) == LETTERS
+    hooked(part)(model)
+    assert rows_of(model, observations=observations) == words().numel()
 
 
 def test_pieces_with_a_cache_take_letters_too(rows_of):
