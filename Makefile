@@ -8,7 +8,7 @@ BENCHMARKS := busy cpu data gpu import_time models step trainer
 .PHONY: setup test test-slow test-paths test-paths-quick test-versions fuzz campaign quality format data publish train sanity \
 	reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
 # Made again whenever they are asked for.
-.PHONY: results/main.json results/sanity.json results/kernels.json $(BENCHMARKS:%=results/%.json)
+.PHONY: results/main.json results/sanity.json results/kernels.json results/costs.json $(BENCHMARKS:%=results/%.json)
 
 setup: $(VENV)/.ready $(VENV)/.compiled
 
@@ -98,10 +98,16 @@ results/runs/%.json: | setup
 	$(RUN) results/reproduce.py --runs $* --results $(@D) -- $(OPTIONS)
 	test -e $@
 
-# The pages and pictures of what is there.
+# What each of them would take on one core of this machine, from measured updates.
+results/costs.json: setup
+	$(RUN) results/reproduce.py --dry_run --out $@
+
+# The pages and pictures of what is there, without training or measuring anything.
+FIGURES := words swaps jitter z5
+
 results: setup
-	$(RUN) results/table.py > results/README.md
-	$(RUN) results/curves.py z5 results/z5.png
+	$(RUN) results/page.py results/README.md
+	$(RUN) results/figures.py $(FIGURES:%=results/%.png)
 	$(RUN) -m mamba3_nplr.training.comparison results/main.json docs/comparison.png
 
 # Each has two names, such as benchmark-cpu and results/cpu.json.

@@ -2,7 +2,7 @@
 Works through the runs of the paper, one process a core or GPU: skips what is done, resumes what was stopped, and can be
 stopped and started at any moment.
 
-    python results/reproduce.py [--runs 'z5-*-seed0 shell-*'] [--dry_run]
+    python results/reproduce.py [--runs 'z5-*-seed0 shell-*'] [--dry_run [--out results/costs.json]]
 
 `results/runs.txt` lists the runs. Each is trained in `runs/paper/NAME`, and its results are copied to
 `results/runs/NAME.json`, by which it counts as done.
@@ -166,26 +166,34 @@ def visible_gpus() -> list[str]:
     return named.split(",")[:count] if named else [str(number) for number in range(count)]
 
 
-def say_what_it_would_take(runs: list[Run], jobs: int | None) -> None:
-    """How long each run would take from where it is, by updates that are measured now, on one free core or a GPU."""
+def say_what_it_would_take(runs: list[Run], jobs: int | None, out: Path | None, command: str) -> None:
+    """
+    How long each run would take from where it is, by updates that are measured now, on one free core or a GPU.
+
+    Args:
+        out: A file for the times of updates by task and model, of those that are done as well.
+        command: What to say there of how it was made.
+    """
     torch.set_num_threads(1)
     keep_memory()
-    total, known = 0.0, {}
+    total, known, costs = 0.0, {}, {}
     print("| run | updates | left | ms an update | time |\n| --- | --- | --- | --- | --- |")
     for run in runs:
         settings = parse_run(run.arguments)
         updates, left = settings.args.max_steps, 0 if run.is_done else updates_left(run, settings)
-        milliseconds = seconds = 0.0
-        if left:
-            kind = tuple(word for word in run.arguments if not word.startswith(("--seed", "--output_dir")))
-            if kind not in known:
-                known[kind] = seconds_of_an_update(settings)
-            milliseconds, seconds = 1000 * known[kind], left * known[kind]
+        kind = tuple(word for word in run.arguments if not word.startswith(("--seed", "--output_dir")))
+        if (left or out) and kind not in known:
+            known[kind] = seconds_of_an_update(settings)
+            name = re.sub(r"-seed\d+", "", run.name)
+            costs[name] = {"updates": updates, "milliseconds_an_update": round(1000 * known[kind], 2)}
+        seconds = left * known[kind] if left else 0.0
         total += seconds
-        cells = f"{milliseconds:.1f} | {clock(seconds)}" if left else "- | done"
+        cells = f"{1000 * known[kind]:.1f} | {clock(seconds)}" if left else "- | done"
         print(f"| {run.name} | {updates:,} | {left:,} | {cells} |", flush=True)
     at_once = jobs or torch.cuda.device_count() or cores()
     print(f"\n{clock(total)} of one process, {clock(total / at_once)} of {at_once}, without the tests at the end.")
+    if out:
+        record.write_json(out, {"command": command, "environment": record.environment(), "runs": costs})
 
 
 def updates_left(run: Run, settings: TrainingRun) -> int:
@@ -226,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--runs", type=str.split, default=[], metavar="PATTERNS", help="some only, such as 'z5-*-seed0 shell-*'"
     )
     parser.add_argument("--dry_run", action="store_true", help="only say how long it would take")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where --dry_run writes the times of updates as JSON")
     parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (default: one for each GPU, or core)")
     parser.add_argument("--one", type=int, metavar="N", help="only the run of this number among them, from 1")
     parser.add_argument("--list", type=Path, default=HERE / "runs.txt", help="(default: results/runs.txt)")
@@ -238,8 +247,14 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_with_sentence("reproduce.py"):
         if given.jobs is not None and given.jobs < 1:
             raise UsageError(f"jobs={given.jobs} is not allowed: it must be a whole number of at least 1.")
+        if given.out and not given.dry_run:
+            raise UsageError(f"out={given.out} is not allowed: only --dry_run writes such a file.")
         runs = chosen_runs(given)
-        (say_what_it_would_take if given.dry_run else carry_out)(runs, given.jobs)
+        if given.dry_run:
+            command = shlex.join(["python", "results/reproduce.py", *arguments])
+            say_what_it_would_take(runs, given.jobs, given.out, command)
+        else:
+            carry_out(runs, given.jobs)
 
 
 if __name__ == "__main__":

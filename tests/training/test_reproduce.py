@@ -131,17 +131,6 @@ def test_runs_of_other_mathematics_are_neither_taken_nor_resumed(options, tmp_pa
         resume.find_checkpoint(parse_run(run.arguments))
 
 
-def test_runs_of_other_mathematics_are_not_in_the_tables(tmp_path, monkeypatch):
-    table = load("table")
-    monkeypatch.setattr(table, "HERE", tmp_path)
-    (tmp_path / "runs").mkdir()
-    for number, mathematics in enumerate(({}, {"mathematics": record.MATHEMATICS}, {"mathematics": 99})):
-        summary = {"task": "z5", "model": "nplr", "seed": number, "command": "python train_hf.py"} | mathematics
-        (tmp_path / "runs" / f"{number}.json").write_text(json.dumps(summary))
-    [runs] = [found["nplr"] for found in table.read_runs().values()]
-    assert [run["seed"] for run in runs] == [0, 1]
-
-
 def test_a_dry_run_says_how_long_each_would_take(options, tmp_path, capsys):
     run = listed(tmp_path)[NAMES[1]]
     run.results.parent.mkdir()
@@ -152,6 +141,20 @@ def test_a_dry_run_says_how_long_each_would_take(options, tmp_path, capsys):
     assert lines[3] == f"| {NAMES[1]} | 8 | 0 | - | done |"
     assert re.fullmatch(r"0:\d\d of one process, 0:\d\d of 2, without the tests at the end.", lines[-1])
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_writes_the_times_of_updates(options, tmp_path, capsys):
+    run = listed(tmp_path)[NAMES[1]]
+    run.results.parent.mkdir()
+    run.results.write_text("{}")  # it is done, and measured all the same
+    program.main([*options, "--dry_run", f"--out={tmp_path / 'costs.json'}"])
+    found = json.loads((tmp_path / "costs.json").read_text())
+    assert list(found["runs"]) == ["s5_generators-nplr", "s5_generators-mamba3-other"]
+    assert found["runs"]["s5_generators-nplr"]["updates"] == UPDATES
+    assert all(cost["milliseconds_an_update"] > 0 for cost in found["runs"].values())
+    assert "--dry_run" in found["command"] and found["environment"]["threads"] == 1
+    assert exit_code([*options, f"--out={tmp_path / 'costs.json'}"]) == 2
+    assert "only --dry_run writes such a file" in capsys.readouterr().err
 
 
 def test_which_runs_are_chosen(options, tmp_path, monkeypatch, capsys):

@@ -1,0 +1,88 @@
+"""What the paper says in words, and whether our runs say the same."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import ge, le
+
+from paper import Paper
+from records import Records
+
+# In per cent. Some room is left for errors and for luck: the sampling error of a test set is up to 4.
+PERFECT, MOST, CHANCE_OF_S5, CHANCE_OF_CUPS = 99.0, 95.0, 100 / 60 + 2, 20.0 + 8
+
+
+@dataclass(frozen=True)
+class Claim:
+    """
+    Args:
+        text: What the paper finds.
+        task, models, splits: Which figures show it, of each seed.
+        compare, limit: What each of them must be; with two models and no limit, the first is compared with the second.
+    """
+
+    text: str
+    task: str
+    models: tuple[str, ...]
+    splits: tuple[str, ...]
+    compare: Callable[[float, float], bool]
+    limit: float | None = None
+
+    def figures(self, records: Records) -> dict[tuple[str, str], list[float]]:
+        return {
+            (model, split): records.figures(self.task, model, split) for model in self.models for split in self.splits
+        }
+
+    def holds(self, records: Records) -> bool | None:
+        """Whether it holds of all our seeds, or None if a run is missing that it needs."""
+        found = self.figures(records)
+        if self.limit is None:
+            pairs = [[found[model, split] for model in self.models] for split in self.splits]
+            if not all(first and second for first, second in pairs):
+                return None
+            return all(self.compare(statistics.mean(first), statistics.mean(second)) for first, second in pairs)
+        judged = [self.compare(figure, self.limit) for figures in found.values() for figure in figures]
+        if not all(judged):
+            return False  # one that fails is enough
+        return None if not all(found.values()) else True
+
+    def evidence(self, records: Records, paper: Paper) -> str:
+        """Our figures, the means over seeds, the paper's where it has them, and how many seeds there are."""
+        found = {place: figures for place, figures in self.figures(records).items() if figures}
+        means = [f"{statistics.mean(figures):.2f}" for figures in found.values()]
+        figures = [paper.figure(self.task, *place) for place in found]
+        theirs = [f", paper {', '.join(map(str, figures))}"] if all(figures) else []
+        seeds = sorted({len(figures) for figures in found.values()})
+        count = f"{seeds[0]} seed{'s' * (seeds[0] > 1)}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+        return f"{', '.join(means)}{''.join(theirs)}; {count}"
+
+
+LENGTHS = ("test_64", "test_128", "test_256", "test_512")
+EPISODES = ("test_standard", "test_extended")
+TO_96 = ("test_16", "test_32", "test_48", "test_64", "test_96")
+DELTA = ("deltaproduct_4", "gdp_4", "gdn")
+CLAIMS = (
+    Claim("NPLR follows S5 at the length of training", "s5_generators", ("nplr",), ("test_64",), ge, PERFECT),
+    Claim("plain Mamba-3 is at chance on S5", "s5_generators", ("mamba3",), ("test_64",), le, CHANCE_OF_S5),
+    Claim("NPLR without RoPE follows S5 to 512", "s5_generators", ("nplr_norope",), LENGTHS, ge, PERFECT),
+    Claim("NPLR follows Z5 at the length of training", "z5", ("nplr",), ("test_64",), ge, PERFECT),
+    Claim("plain Mamba-3 follows Z5 at the length of training", "z5", ("mamba3",), ("test_64",), ge, PERFECT),
+    Claim("NPLR finds the ball in standard and in extended episodes", "shell", ("nplr",), EPISODES, ge, PERFECT),
+    Claim("plain Mamba-3 loses the ball in most episodes", "shell", ("mamba3",), EPISODES, le, 50.0),
+    Claim("NPLR finds the ball with random timing up to 96 swaps", "shell_jitter", ("nplr",), TO_96, ge, MOST),
+    Claim(
+        "NPLR is better at 128 swaps without RoPE than with it",
+        "shell_jitter",
+        ("nplr_norope", "nplr"),
+        ("test_128",),
+        ge,
+    ),
+    Claim(
+        "the delta models are near chance at 128 swaps with random timing",
+        "shell_jitter",
+        DELTA,
+        ("test_128",),
+        le,
+        CHANCE_OF_CUPS,
+    ),
+)

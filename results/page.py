@@ -1,0 +1,246 @@
+"""
+The page of results: the paper's tables with our runs, from what is in this folder alone.
+
+    python results/page.py results/README.md
+"""
+
+import argparse
+import re
+from pathlib import Path
+
+import tables
+from cells import Cells, Place, markdown, read_costs
+from claims import CLAIMS
+from files import files_table, origin
+from mamba3_nplr.datasets_scripts.tasks import make_task
+from paper import ABOVE, BELOW, CONDITIONS, PAPER_NAMES, Paper
+from records import Records, read_records
+
+HERE = Path(__file__).resolve().parent
+
+READING = """\
+Figures are per cent: ours, the mean over seeds with their number in brackets, and after the slash the paper's. An empty
+cell has in italics the minutes that a run would take on one core ({processor}), without its tests.
+
+{above} and {below} mark what lies above or below the paper's range. Where the paper gives the smallest and the largest
+of its runs, these are the range. Where it gives only a mean, the range is as far from it as two draws of the test words
+or episodes take one model 19 times in 20, so that chance alone marks a cell in 20; the spread of the paper's seeds is
+not known. So a mark is in brackets where the seed may be the reason: ours is one seed, or the paper's mean lies between
+our smallest and largest, give or take as much."""
+
+SIZES = """\
+Of the models for the shell game, computed from the configurations; ≠ marks what does not round to the paper's. The
+state is that of the recurrence. Beside it a model keeps what the next step needs of the last one: in Mamba-3 its B, u
+and phases; in Gated DeltaNet the last three tokens of the convolution, for which the paper counts four (2,048); in IDS4
+a power of two by which its product is scaled."""
+
+DIFFERENCES = """\
+Optimizer, learning rate, schedule, clipping and the last checkpoint are the paper's. Where the paper says nothing, the
+choice is marked (ours):
+
+- **Models:** a LayerNorm before each block, a residual connection and a last LayerNorm around Mamba-3, with and without
+  reflections, which give the paper's parameter counts (ours); initial weights, the reflection's first strength of 1
+  among them (ours). The other models are our own code of their equations, with the paper's sizes.
+- **Seeds:** ours are as many as each cell says, the paper's three, and five in its curves on S5.
+- **Precision:** float32 (ours)."""
+
+DATA = {
+    "z5": "none",
+    "s5_generators": "none",
+    "shell": "slots at x = -1, -0.5, 0, 0.5, 1; a cosine path, a lift of 0.5, the lifted cup at random; a demonstrator"
+    " that rests at the centre until the cue (ours)",
+    "shell_curriculum": "as `shell`",
+    "shell_jitter": "as `shell`",
+}
+
+COMMANDS = """\
+```bash
+make reproduce OPTIONS=--dry_run   # how long each run of results/runs.txt would take here
+make reproduce                     # trains those that are open; RUNS='z5-*-seed0' some of them
+make results                       # this page and its figures from what is in results/runs
+make results/costs.json            # measures what the empty cells cost
+```
+
+[The page on training](../docs/training.md#the-papers-runs) has more: several GPUs, Slurm, single runs."""
+
+
+def summary(cells: Cells) -> str:
+    """What holds and what does not, and how much of the paper is covered."""
+    groups = {True: [], False: [], None: []}
+    for claim in CLAIMS:
+        holds = claim.holds(cells.records)
+        evidence = f" ({claim.evidence(cells.records, cells.paper)})" if holds is not None else ""
+        groups[holds].append(claim.text + evidence)
+    names = {True: "What the paper says and holds here", False: "What does not hold here", None: "What is not run yet"}
+    lines = [f"**{names[key]}:** {'; '.join(group)}." for key, group in groups.items() if group]
+    marks = list(cells.marks.values())
+    outside = [mark for mark in marks if mark]
+    by_seed = [mark for mark in outside if mark.startswith("(")]
+    lines.append(
+        f"**How much:** of the {len(marks) + len(cells.empty):,} figures of the paper here we have {len(marks):,}; "
+        f"{len(marks) - len(outside):,} lie in its range, {len(outside) - len(by_seed):,} outside, and "
+        f"{len(by_seed):,} outside where the seed may be the reason."
+    )
+    return "\n\n".join(lines)
+
+
+def outside_section(cells: Cells, remarks: dict[str, str]) -> str:
+    """Every mark, by task and model, with what was tried."""
+    kinds = {}
+    for place, mark in cells.marks.items():
+        if mark:
+            kinds.setdefault((place.task, place.model), []).append(f"{name_of(place)} {mark}")
+    for key in remarks:
+        kinds.setdefault(tuple(key.split("-")), [])
+    if not kinds:
+        return "Nothing."
+    parts = []
+    for (task, model), marked in kinds.items():
+        places = f": {', '.join(marked)}" if marked else ""
+        said = remarks.get(f"{task}-{model}") or tried(cells, task, model, marked)
+        parts.append(f"**`{task}`, {tables.title(model)}**{places}.\n{said}".strip())
+    return "\n\n".join(parts)
+
+
+def tried(cells: Cells, task: str, model: str, marked: list[str]) -> str:
+    """What there is to say of a model for which nobody wrote a remark."""
+    others = [changes for name, other, changes in cells.records.variations if (name, other) == (task, model)]
+    if others:
+        return f"Tried: {'; '.join(others)} ([below](#other-settings))."
+    return "No other settings were tried." if any(BELOW in mark for mark in marked) else ""
+
+
+def name_of(place: Place) -> str:
+    split = place.split.removeprefix("test_")
+    return split if place.swaps is None else f"{split} K = {place.swaps}"
+
+
+def read_remarks(path: Path) -> dict[str, str]:
+    """The sections of a page by their headings."""
+    parts = re.split(r"^## (.+)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {name.strip(): text.strip() for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def differences_table(cells: Cells) -> str:
+    rows = []
+    for task, paper in cells.paper.tables["training"].items():
+        runs = [run for model in PAPER_NAMES for run in cells.records.of(task, model)]
+        batch, tests, updates = paper["batch_size"], paper["tests"], {None: paper["updates"]} | paper.get("except", {})
+        theirs = [updates.get(run["model"], updates[None]) for run in runs]
+        rows.append(
+            [
+                f"task `{task}`",
+                difference([(run["batch_size"], batch) for run in runs], f"{batch:,}"),
+                difference(
+                    [(run["updates"], count) for run, count in zip(runs, theirs, strict=True)],
+                    ", ".join(f"{count:,}{f' for `{model}`' if model else ''}" for model, count in updates.items()),
+                ),
+                DATA[task],
+                difference([(make_task(task).test_size, tests)], f"{tests:,}"),
+            ]
+        )
+    return markdown(["", "batch", "updates", "words or episodes", "test words or episodes"], rows)
+
+
+def difference(pairs: list[tuple[int, int]], paper: str) -> str:
+    """
+    Args:
+        pairs: What a run of ours has, and what that of the paper.
+        paper: The paper's in words.
+    """
+    if not pairs:
+        return f"no run yet ({paper})"
+    ours = sorted({ours for ours, theirs in pairs if ours != theirs})
+    return f"{', '.join(f'{x:,}' for x in ours)}, the paper's {paper}" if ours else f"none ({paper})"
+
+
+def runs_table(records: Records) -> str:
+    rows = []
+    everything = [run for runs in (*records.runs.values(), *records.variations.values()) for run in runs]
+    for run in sorted(everything, key=lambda run: run["name"]):
+        seconds, git = run.get("seconds"), run["environment"].get("git")
+        rows.append(
+            [
+                f"[{run['name']}](runs/{run['name']}.json)",
+                f"{run['updates']:,}",
+                "" if run["last_loss"] is None else f"{run['last_loss']:.2g}",
+                f"{seconds / 60:.0f}" if seconds else "not recorded",
+                run["environment"].get("processor") or run["environment"]["machine"],
+                git[:10] + "+" * git.endswith("+") if git else "",
+            ]
+        )
+    return markdown(["run", "updates", "last loss", "minutes", "processor", "revision"], rows)
+
+
+def listed_runs() -> list[str]:
+    lines = (HERE / "runs.txt").read_text(encoding="utf-8").splitlines()
+    return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
+
+
+def make_page() -> str:
+    records = read_records(HERE / "runs")
+    cells = Cells(records, Paper(HERE / "paper.json"), read_costs(HERE / "costs.json"))
+    sections = {
+        "Group words": tables.words_table(cells),
+        "Longer words": longer_words(cells),
+        "Parameters and states": f"{SIZES}\n\n{tables.sizes_table(cells)}",
+        "The shell game": tables.episodes_table(cells),
+        "The shell game by number of swaps": swaps_section(cells),
+        "The shell game with random timing": f"{tables.jitter_table(cells)}\n\n![Random timing](jitter.png)",
+        "Outside the paper's range": outside_section(cells, read_remarks(HERE / "remarks.md")),
+        "Other settings": "\n\n".join([*tables.variations_tables(records), "![Loss on Z5](z5.png)"]),
+        "Differences from the paper": f"{differences_table(cells)}\n\n{DIFFERENCES}",
+        "What is there and what is open": coverage(cells),
+        "Commands": COMMANDS,
+        "The runs": runs_section(records),
+        "The files of this folder": files_table(),
+    }
+    processor = origin("costs.json").partition(",")[0]
+    reading = READING.format(processor=processor, above=ABOVE, below=BELOW)
+    page = [f"## {heading}\n\n{text}" for heading, text in sections.items()]
+    return "\n\n".join(["# Results", summary(cells), reading, *page]) + "\n"
+
+
+def longer_words(cells: Cells) -> str:
+    others = tables.other_curves_table(cells)
+    return "\n\n".join(
+        [
+            "Final accuracy; in square brackets the smallest and the largest of several seeds.",
+            tables.curves_table(cells),
+            *(["The other models, of which the paper has curves at most:", others] if others else []),
+            "![Accuracy against length and position](words.png)",
+        ]
+    )
+
+
+def swaps_section(cells: Cells) -> str:
+    parts = ["After direct training."]
+    for split, condition in CONDITIONS.items():
+        parts += [
+            f"In {condition} episodes, {make_task('shell').test_sizes[split]} windows:",
+            tables.swaps_table(cells, split),
+        ]
+    return "\n\n".join([*parts, "![Success by number of swaps](swaps.png)"])
+
+
+def coverage(cells: Cells) -> str:
+    table, minutes = tables.coverage_table(cells, listed_runs())
+    return f"Seeds of `runs.txt`. Those that are open would take {minutes / 60:,.0f} hours of one core.\n\n{table}"
+
+
+def runs_section(records: Records) -> str:
+    text = "Each file has all figures, the command, revision and versions."
+    if records.left_out:
+        text += f" Left out, for other mathematics made them: {', '.join(records.left_out)}."
+    return f"{text}\n\n{runs_table(records)}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Writes the page of results from what is in results/.")
+    parser.add_argument("page", type=Path, help="file to write, such as results/README.md")
+    given = parser.parse_args(arguments)
+    given.page.write_text(make_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

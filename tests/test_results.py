@@ -1,0 +1,249 @@
+"""The page and pictures of results/: what is in them, and that they are those of the records, to the byte."""
+
+import importlib
+import json
+import os
+import random
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from helpers.places import ROOT
+from mamba3_nplr.training.record import MATHEMATICS
+
+RESULTS = ROOT / "results"
+MODULES = ("cells", "claims", "figures", "files", "page", "paper", "records", "tables")
+PICTURES = ("words.png", "swaps.png", "jitter.png", "z5.png")
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """A module of results/ by its name."""
+    monkeypatch.syspath_prepend(str(RESULTS))
+    yield importlib.import_module
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def place(program, tmp_path, monkeypatch):
+    """Where the programs read a copy of the files of results/ with no runs."""
+    for path in RESULTS.iterdir():
+        if path.suffix in (".json", ".txt", ".md"):
+            shutil.copy(path, tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("page", "files", "figures"):
+        monkeypatch.setattr(program(name), "HERE", tmp_path)
+    return tmp_path
+
+
+def add_run(place, task, model, seed, figures, **other):
+    """A record of a run that found `figures` on its test sets, in per cent."""
+    name = "-".join([task, model, f"seed{seed}", *other.pop("special", [])])
+    metric = "success" if task.startswith("shell") else "final_accuracy"
+    run = {
+        "task": task,
+        "model": model,
+        "preset": "paper",
+        "seed": seed,
+        "updates": 20_000,
+        "batch_size": 32 if task.startswith("shell") else 64,
+        "last_loss": 0.5,
+        "logged_updates": [10_000, 20_000],
+        "logged_losses": [1.0, 0.5],
+        "metric": metric,
+        "results": {split: {metric: figure / 100} for split, figure in figures.items()},
+        "seconds": 600.0,
+        "command": f"python train_hf.py --task {task} --model {model} --preset paper --seed {seed}",
+        "mathematics": MATHEMATICS,
+        "environment": {"processor": "a processor", "machine": "Linux", "git": "0123456789abcdef"},
+    }
+    (place / "runs" / f"{name}.json").write_text(json.dumps(run | other))
+
+
+def section(page, heading):
+    return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)[1]
+
+
+def row(page, heading, start):
+    [line] = [line for line in section(page, heading).splitlines() if line.startswith(f"| {start}")]
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def words(at_64, others=0.0):
+    return {f"test_{length}": at_64 if length == 64 else others for length in (64, 128, 256, 512, 1024, 2048)}
+
+
+def test_the_page_is_that_of_the_files(program, tmp_path):
+    """Written twice, in different processes."""
+    program("page").main([str(tmp_path / "first.md")])
+    command = [sys.executable, str(RESULTS / "page.py"), str(tmp_path / "second.md")]
+    subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "7"}, check=True)
+    committed = (RESULTS / "README.md").read_text(encoding="utf-8")
+    for name in ("first.md", "second.md"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == committed, "make results writes it again"
+
+
+def test_the_pictures_are_those_of_the_files(program, tmp_path):
+    """To the byte with the constrained versions; others draw letters and pack pixels in ways of their own."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        program("figures").main([str(folder / name) for name in PICTURES])
+    constraints = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8")
+    drawn_with = re.findall(r"^(matplotlib|pillow)==(\S+)$", constraints, re.MULTILINE)
+    assert len(drawn_with) == 2
+    same_versions = all(version(name) == number for name, number in drawn_with)
+    for name in PICTURES:
+        first, second = ((folder / name).read_bytes() for folder in folders)
+        committed = (RESULTS / name).read_bytes()
+        assert first == second
+        assert b"Software" not in first and picture_size(first) == picture_size(committed)
+        if same_versions:
+            assert first == committed, f"make results draws {name} again"
+
+
+def picture_size(png):
+    return struct.unpack(">II", png[16:24])
+
+
+def test_a_cell_has_ours_the_seeds_a_mark_and_the_paper(program, place):
+    add_run(place, "z5", "nplr", 0, words(100.0))
+    add_run(place, "z5", "nplr", 1, words(99.0))
+    add_run(place, "z5", "gdn", 0, words(30.0))
+    page = program("page").make_page()
+    assert row(page, "Group words", "Mamba-3 + NPLR `nplr`")[0] == "99.50 (2) ▼ / 100.00"  # the paper's all have 100
+    assert row(page, "Group words", "Gated DeltaNet")[0] == "30.00 (1) (▼) / 84.44"  # it has a mean, and we one seed
+    assert re.fullmatch(r"\*\d+ min\* / 100.00", row(page, "Group words", "IDS4")[0])
+    assert "99.50 (2) ▼ [99.00, 100.00]" in row(page, "Longer words", "64 ")
+    outside = section(page, "Outside the paper's range")
+    assert "64 (▼).\nNo other settings were tried." in outside
+    assert "a reflection that starts weaker" in outside.lower()  # the remark, by hand
+
+
+def test_runs_of_other_mathematics_and_other_settings_are_not_mixed_in(program, place):
+    add_run(place, "z5", "nplr", 0, words(90.0))
+    add_run(place, "z5", "nplr", 1, words(10.0), mathematics=MATHEMATICS + 1)
+    command = "python train_hf.py --task z5 --model nplr --preset paper --seed 2 --model.expand 2 --task.length 32"
+    add_run(place, "z5", "nplr", 2, words(20.0), command=command, special=["small"])
+    command = "python train_hf.py --task shell --model nplr --preset paper --seed 0 --task.demonstrator reach"
+    add_run(place, "shell", "nplr", 0, {"test_standard": 100.0, "test_extended": 100.0}, command=command)
+    add_run(place, "z5", "nplr_exact", 0, words(70.0))  # no model of the paper
+    page = program("page").make_page()
+    assert row(page, "Group words", "Mamba-3 + NPLR `nplr`")[0] == "90.00 (1) ▼ / 100.00"
+    assert row(page, "The shell game", "Mamba-3 + NPLR `nplr`")[0] == "100.00 (1) / 100.00"  # that is the default
+    lines = section(page, "Other settings").splitlines()
+    assert [line.split("|")[2].strip() for line in lines if line.startswith("| `nplr")] == [
+        "as in the paper",
+        "expand 2, length 32",
+        "ours",
+    ]
+    assert "Left out, for other mathematics made them: z5-nplr-seed1." in section(page, "The runs")
+    program("figures").main([str(place / "z5.png")])
+
+
+def test_records_without_a_number_are_of_the_first_mathematics(program, place):
+    for number, mathematics in enumerate((None, 1, 99)):
+        add_run(place, "z5", "nplr", number, words(90.0), mathematics=mathematics)
+    for path in (place / "runs").glob("*seed0.json"):
+        run = json.loads(path.read_text())
+        del run["mathematics"]
+        path.write_text(json.dumps(run))
+    records = program("records").read_records(place / "runs")
+    assert [run["seed"] for run in records.of("z5", "nplr")] == [0, 1]
+    assert records.left_out == ["z5-nplr-seed2"]
+
+
+def test_without_any_run_there_is_a_page(program, place):
+    page = program("page").make_page()
+    assert "we have 0; 0 lie in its range" in page and "What does not hold" not in page
+    assert "*not measured*" not in page  # each run of the list has a cost
+    program("figures").main([str(place / name) for name in PICTURES])
+
+
+@pytest.mark.parametrize(
+    ("ours", "paper", "expected"),
+    [
+        ([100.0], {"mean": 100.0}, ""),
+        ([99.8], {"mean": 100.0}, ""),  # one word of 512
+        ([98.0], {"mean": 100.0}, "(▼)"),
+        ([98.0, 98.0], {"mean": 100.0}, "▼"),
+        ([50.0, 100.0], {"mean": 99.0}, "(▼)"),  # ours lie on both sides
+        ([50.0, 60.0], {"mean": 20.0}, "▲"),
+        ([99.8], {"mean": 100.0, "smallest": 100.0, "largest": 100.0}, "▼"),
+        ([88.0], {"mean": 94.4, "smallest": 87.3, "largest": 100.0}, ""),
+        ([96.0], {"above": 95.0}, ""),
+        ([90.0], {"above": 95.0}, "(▼)"),
+        ([90.0, 91.0], {"above": 95.0}, "▼"),
+    ],
+)
+def test_what_is_marked(program, ours, paper, expected):
+    module = program("paper")
+    assert module.mark(ours, module.PaperFigure(**paper), 512) == expected
+    assert module.mark(ours, None, 512) == ""
+
+
+def test_tolerance_is_that_of_two_test_sets(program):
+    """As drawn: two figures of one model, each on words of its own, differ by more once in twenty times."""
+    generator = random.Random(0)
+    tolerance = program("paper").tolerance
+    for share in (0.3, 0.9, 0.998):
+        apart = 0
+        for _ in range(400):
+            first, second = (100 * sum(generator.random() < share for _ in range(512)) / 512 for _ in range(2))
+            apart += abs(first - second) > tolerance(first, second, 512)
+        assert apart <= 36, share  # 20 on average
+
+
+def test_the_first_sentences_follow_the_runs(program, place):
+    add_run(place, "s5_generators", "nplr", 0, words(100.0))
+    add_run(place, "s5_generators", "mamba3", 0, words(60.0))
+    for model, figure in (("nplr", 80.0), ("nplr_norope", 90.0)):
+        add_run(place, "shell_jitter", model, 0, dict.fromkeys(("test_16", "test_128"), figure))
+    page = program("page").make_page()
+    holds, fails, missing = (
+        re.search(rf"^\*\*{start}.*$", page, re.MULTILINE)[0]
+        for start in ("What the paper says and holds", "What does not hold", "What is not run yet")
+    )
+    assert "NPLR follows S5 at the length of training (100.00, paper 100.00; 1 seed)" in holds
+    assert "NPLR is better at 128 swaps without RoPE than with it (90.00, 80.00, paper 95.74, 87.83; 1 seed)" in holds
+    assert "plain Mamba-3 is at chance on S5 (60.00, paper 0.78; 1 seed)" in fails
+    assert "NPLR finds the ball with random timing up to 96 swaps (80.00" in fails  # whatever the missing ones say
+    assert "the delta models are near chance" in missing
+
+
+def test_differences_from_the_paper_are_those_of_the_records(program, place):
+    add_run(place, "z5", "nplr", 0, words(100.0))
+    add_run(place, "z5", "ids4", 0, words(100.0), updates=60_000)
+    add_run(place, "shell", "nplr", 0, {"test_standard": 1.0}, batch_size=16, updates=500)
+    page = program("page").make_page()
+    heading = "Differences from the paper"
+    assert row(page, heading, "task `z5`")[:2] == ["none (64)", "none (20,000, 60,000 for `ids4`)"]
+    assert row(page, heading, "task `shell`")[:2] == ["16, the paper's 32", "500, the paper's 20,000"]
+    assert row(page, heading, "task `shell_jitter`")[:2] == ["no run yet (32)", "no run yet (20,000)"]
+
+
+def test_sizes_are_those_of_the_runs_and_round_to_the_paper(program):
+    for path in (RESULTS / "runs").glob("*.json"):
+        run = json.loads(path.read_text())
+        if "--model." not in run["command"]:
+            assert program("tables").size_of(run["task"], run["model"])[0] == run["parameters"], path
+    assert " ≠ |" not in section((RESULTS / "README.md").read_text(encoding="utf-8"), "Parameters and states")
+
+
+def test_every_model_looks_the_same_everywhere_and_unlike_the_others(program):
+    figures = program("figures")
+    assert set(figures.LOOKS) == set(program("paper").PAPER_NAMES)
+    assert len({color for color, _ in figures.LOOKS.values()}) == len(figures.LOOKS)
+    with pytest.raises(SystemExit):
+        figures.main(["other.png"])
+
+
+def test_remarks_are_of_runs(program):
+    names = program("page").read_remarks(RESULTS / "remarks.md")
+    assert names and all(tuple(name.split("-")) in program("tables").PAPER_RUNS for name in names)
