@@ -14,22 +14,29 @@ import numpy as np
 
 class CounterRandom:
     """
-    `numbers` random 64-bit words for each of some consecutive rows, drawn in the order of the calls below.
+    `numbers` random 64-bit words for each of some rows, drawn in the order of the calls below.
 
     Args:
         purpose: Name of the stream. Two purposes never share numbers, whatever their seeds.
         seed, step: Which batch of the stream.
-        first_row, rows: Which rows of that batch.
+        first_row, rows: Which rows of that batch: so many from the first on or, if `rows` is an array, those that many
+            after the first, in any order.
         numbers: Words for each row, the same for all rows of a stream.
     """
 
-    def __init__(self, purpose: str, seed: int, step: int, first_row: int, rows: int, numbers: int):
-        self.rows = rows
+    def __init__(self, purpose: str, seed: int, step: int, first_row: int, rows: int | np.ndarray, numbers: int):
+        self.rows = rows if isinstance(rows, int) else len(rows)
         self.taken = 0
         per_row = -(-numbers // 4) * 4  # the counter gives four words at a time
         key = int.from_bytes(hashlib.sha256(f"{purpose}/{seed}".encode()).digest()[:16], "little")
-        bits = np.random.Philox(key=key, counter=[first_row * per_row // 4, 0, step, 0])
-        self.words = bits.random_raw(rows * per_row).reshape(rows, per_row)
+        runs = [(0, rows)] if isinstance(rows, int) else [(int(row), 1) for row in rows]
+        words = [
+            np.random.Philox(key=key, counter=[(first_row + start) * per_row // 4, 0, step, 0]).random_raw(
+                count * per_row
+            )
+            for start, count in runs
+        ]
+        self.words = np.concatenate(words).reshape(self.rows, per_row)
 
     def take(self, *shape: int) -> np.ndarray:
         count = int(np.prod(shape))

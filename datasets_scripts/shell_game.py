@@ -77,6 +77,7 @@ class ShellGame(BehaviorCloning):
     texts = TEXTS
     main_metric = "success"
     size_name = "windows"
+    environment = "mamba3_nplr/ShellGame-v0"
     observation_size = OBSERVATION_SIZE
     action_size = ACTION_SIZE
     example_frames = REVEAL_FRAMES + 16 * (QUIET_FRAMES + MOTION_FRAMES) + QUIET_FRAMES + RESPONSE_FRAMES  # the paper's
@@ -158,19 +159,36 @@ class ShellGame(BehaviorCloning):
         return self.draw("train", seed, step, first, rows, self.windows, self.largest_swaps(step))
 
     def rows(self, split: str, start: int, stop: int) -> dict[str, np.ndarray]:
+        if split != "train":
+            self.check_split(split, start, stop)
+        return self.episodes(split, start, stop - start)
+
+    def episodes(self, split: str, first: int, count: int | np.ndarray) -> dict[str, np.ndarray]:
+        """
+        Rows of the stream that a split is the beginning of, as `rows` returns them: `count` from the first on or, if it
+        is an array, those that many after the first.
+        """
         if split == "train":
-            return self.draw("train_set", 0, 0, start, stop - start, self.windows, self.max_swaps)
-        self.check_split(split, start, stop)
+            return self.draw("train_set", 0, 0, first, count, self.windows, self.max_swaps)
         if split == "validation":
-            return self.draw(split, 0, 0, start, stop - start, self.windows, self.max_swaps)
+            return self.draw(split, 0, 0, first, count, self.windows, self.max_swaps)
         windows = self.test_sizes[split]
-        return self.draw(split, 0, 0, start, stop - start, windows, windows, all_swap=self.jitter)
+        return self.draw(split, 0, 0, first, count, windows, windows, all_swap=self.jitter)
 
     def draw(
-        self, purpose: str, seed: int, step: int, first_row: int, rows: int, windows: int, swaps: int, all_swap=False
+        self,
+        purpose: str,
+        seed: int,
+        step: int,
+        first_row: int,
+        rows: int | np.ndarray,
+        windows: int,
+        swaps: int,
+        all_swap: bool = False,
     ) -> dict[str, np.ndarray]:
         """Episodes as columns, padded to the longest; `num_frames` says where each ends."""
         random = CounterRandom(f"{self.key}/{purpose}", seed, step, first_row, rows, 2 + 3 * windows + 3 * windows + 2)
+        rows = random.rows
         slot = random.integers(CUPS)
         num_swaps = np.full(rows, swaps) if all_swap else random.integers(swaps + 1)
         pair, lifted = random.integers(CUPS - 1, windows), random.integers(2, windows)
@@ -220,12 +238,20 @@ class ShellGame(BehaviorCloning):
         Args:
             predictions (rows, frames, 2): Predicted actions.
         """
-        correct = chosen_slot(predictions, rows["num_frames"]) == rows["ball_slot"]
+        return self.outcome(chosen_slot(predictions, rows["num_frames"]) == rows["ball_slot"], rows)
+
+    def outcome(self, returns: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
         counts = np.unique(rows["num_swaps"])
         return {
-            "success": float(correct.mean()),
-            "success_by_swaps": {int(k): float(correct[rows["num_swaps"] == k].mean()) for k in counts},
+            "success": float(returns.mean()),
+            "success_by_swaps": {int(k): float(returns[rows["num_swaps"] == k].mean()) for k in counts},
         }
+
+    def environment_settings(self, split: str) -> dict:
+        windows = self.test_sizes.get(split, self.windows)
+        swaps = {} if split in self.test_sizes else {"max_swaps": self.max_swaps}
+        name = "test" if split in self.test_sizes else split
+        return {"windows": windows, "jitter": self.jitter, "split": name} | swaps
 
     def chance(self, rows: dict[str, np.ndarray]) -> float:
         swaps, counts = np.unique(rows["num_swaps"], return_counts=True)

@@ -5,7 +5,7 @@ read, and what is drawn and said of it. No other code knows a task by its type o
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
@@ -111,6 +111,17 @@ class Task(ABC):
     @abstractmethod
     def main_metric(self) -> str:
         """The one of the metrics that tables and pictures show, a part of 1."""
+
+    # The id of the environment of gymnasium in which a policy acts in the task's episodes, if there is one.
+    environment: ClassVar[str | None] = None
+
+    def environment_settings(self, split: str) -> dict:
+        """Arguments of that environment with which `reset(seed=i)` starts row i of a split."""
+        return {}
+
+    def outcome(self, returns: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
+        """The metrics of policies that have acted in that environment, by what each row has returned, (rows,)."""
+        return {self.main_metric: float(returns.mean())}
 
     @abstractmethod
     def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict:

@@ -4,6 +4,7 @@ import difflib
 from dataclasses import fields, replace
 
 from .shell_game import ShellGame
+from .shell_hand import ShellHand
 from .task import Task
 from .words import GroupWords
 
@@ -17,6 +18,7 @@ TASKS: dict[str, Task] = {
     "shell_curriculum": ShellGame(start_swaps=1),
     # Packed: padding to the longest episode of a batch would cost a quarter more.
     "shell_jitter": ShellGame(jitter=True, packed=True, test_size=1024),
+    "shell_hand": ShellHand(),
 }
 # Those whose dataset would be that of another: they differ from it only in how training draws its batches.
 UNPUBLISHED = ("shell_curriculum",)

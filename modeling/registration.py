@@ -1,6 +1,7 @@
 """
-Makes the models known to the Auto classes of transformers, and the pipelines to `pipeline`, without loading those
-first: that takes seconds, which `import mamba3_nplr` should not cost a program that never asks for them.
+Makes the models known to the Auto classes of transformers, the pipelines to `pipeline` and the environments to
+gymnasium, without loading those first: that takes seconds, which `import mamba3_nplr` should not cost a program that
+never asks for them.
 
 What is entered there is only where ours are; they are loaded when they are looked up. So nothing is loaded while a
 module of transformers is: one thread in the middle of theirs and another in ours would wait for each other. And an
@@ -17,6 +18,11 @@ from importlib.abc import MetaPathFinder
 from .families import FAMILIES, HEADS, in_transformers, load, own_name
 
 TASKS = ("state-tracking", "behavior-cloning")
+# Environments of gymnasium, by their ids; where they are is written with a colon before the class.
+ENVIRONMENTS = {
+    f"mamba3_nplr/{name}-v0": f"mamba3_nplr.datasets_scripts.shell_game_environment:{name}"
+    for name in ("ShellGame", "ShellHand")
+}
 
 
 def register() -> None:
@@ -104,6 +110,12 @@ def register_pipelines(module) -> None:
         registry.supported_tasks = Entries(registry.supported_tasks, later)
 
 
+def register_environments(module) -> None:
+    for name, place in ENVIRONMENTS.items():
+        if name not in module.registry:
+            module.register(name, entry_point=f"{place}Env", vector_entry_point=f"{place}VectorEnv")
+
+
 class AfterImport(MetaPathFinder):
     """
     Calls an action with each of some modules that has been loaded, by whomever, before anyone else sees it. Where
@@ -136,5 +148,6 @@ AFTER_IMPORT = AfterImport(
         "transformers.models.auto.configuration_auto": register_configurations,
         "transformers.models.auto.modeling_auto": register_models,
         "transformers.pipelines": register_pipelines,
+        "gymnasium.envs": register_environments,
     }
 )

@@ -36,6 +36,7 @@ CHECKS = textwrap.dedent(
     """
     assert pages["README"]["action"].shape == (2,) and pages["README"]["actions"].shape == (8, 2)
     assert pages["tasks"]["batch"]["labels"].shape == (64, 64)
+    assert pages["environment"]["successes"].shape == (64,) and pages["environment"]["pixels"].shape == (3, 32, 64)
     own = pages["fine_tuning"]
     os.chdir(os.path.join(root, "fine_tuning"))
     track = own["pipeline"]("state-tracking", model="switch/checkpoint-60")
@@ -61,7 +62,7 @@ def losses(folder):
 def test_the_examples_run(tmp_path):
     pages = {page.stem: blocks(page, "python") for page in PAGES}
     pages = {page: found for page, found in pages.items() if found}
-    assert set(pages) == {"README", "fine_tuning", "hub", "inference", "tasks"}
+    assert set(pages) == {"README", "environment", "fine_tuning", "hub", "inference", "tasks"}
     for page in pages:
         (tmp_path / page).mkdir()
     [table] = blocks(ROOT / "docs" / "fine_tuning.md", "csv")

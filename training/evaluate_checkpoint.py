@@ -1,7 +1,7 @@
 """
-Evaluates a checkpoint, a folder or a repository of the Hub, on the test sets of a task.
+Evaluates a checkpoint, a folder or a repository of the Hub, on the test sets of a task, or in its environment.
 
-    python train_hf.py evaluate CHECKPOINT [--task TASK] [--task.FIELD VALUE ...]
+    python train_hf.py evaluate CHECKPOINT [--task TASK] [--task.FIELD VALUE ...] [--rollouts N]
 """
 
 import argparse
@@ -22,6 +22,7 @@ from . import record
 from .command_line import part, split_overrides
 from .evaluation import evaluate
 from .models import load_model
+from .rollouts import check_rollouts, roll_out
 from .usage import UsageError, checked, make_folder
 
 
@@ -36,6 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder, or a repository of the Hub")
     parser.add_argument("--task", help="the task (default: the one in the checkpoint's run.json)")
     parser.add_argument("--splits", nargs="+", metavar="SPLIT", help="some of the test sets (default: all)")
+    parser.add_argument(
+        "--rollouts", type=int, metavar="N", help="let the policy act in N episodes of each test set; needs gymnasium"
+    )
     parser.add_argument("--batch_size", type=int, default=128, help="sequences in a pass (default: %(default)s)")
     parser.add_argument("--piece_length", type=int, default=128, help="positions in a pass (default: %(default)s)")
     parser.add_argument("--device", default=device, help="(default: %(default)s)")
@@ -56,23 +60,33 @@ def evaluate_command(arguments: list[str]) -> None:
     task = checked(make_task, name, **(recorded if given.task is None else {}) | changed)
     for split in given.splits or []:
         checked(task.check_split, split, 0, 0)
+    splits = given.splits or list(task.test_sizes)
+    if given.rollouts is not None:
+        check_rollouts(task, name, splits, given.rollouts)
     refusal = f"{given.checkpoint} was trained on {trained_on or 'another task'} and cannot do {name}"
     refusal += "".join(f", {setting}={value}" for setting, value in changed.items())
     model = load_model(given.checkpoint, task, refusal, given.trust_remote_code)
-    results = evaluate(model.to(given.device), task, given.splits, given.batch_size, given.piece_length, progress=True)
-    print(f"\n{given.checkpoint} on {name}, in per cent\n")
+    model, acted = model.to(given.device), ""
+    if given.rollouts is None:
+        results = evaluate(model, task, splits, given.batch_size, given.piece_length, progress=True)
+    else:
+        results = roll_out(model, task, splits, given.rollouts, given.batch_size, progress=True)
+        acted = f", acting in {given.rollouts:,} episodes of each test set"
+    print(f"\n{given.checkpoint} on {name}{acted}, in per cent\n")
     print(f"| test set | {task.main_metric.replace('_', ' ')} | chance |\n| --- | --- | --- |")
     for split, found in results.items():
         print(f"| {split} | {100 * found[task.main_metric]:.2f} | {100 * found['chance']:.2f} |")
     if given.out:
         summary = {"checkpoint": given.checkpoint, "task": name, "metric": task.main_metric, "results": results}
+        summary |= {} if given.rollouts is None else {"rollouts": given.rollouts}
         record.write_json(given.out, summary | {"environment": record.environment()})
 
 
 def check_options(given: argparse.Namespace) -> None:
     """Refuses what would otherwise show in the middle of the work, or after it."""
-    for name in ("batch_size", "piece_length"):
-        checked(check_at_least, name, getattr(given, name), 1)
+    for name in ("batch_size", "piece_length", "rollouts"):
+        if getattr(given, name) is not None:
+            checked(check_at_least, name, getattr(given, name), 1)
     try:
         torch.zeros(1, device=given.device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:

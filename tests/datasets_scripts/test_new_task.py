@@ -284,7 +284,8 @@ def test_what_a_task_lacks_is_named(kind):
         kind()
 
 
-OWN = {"words", "groups", "shell_game", "shell_game_episodes"}
+OWN = {"words", "groups", "shell_game", "shell_game_episodes", "shell_hand"}
+OWN |= {"shell_game_table", "shell_game_pictures", "shell_game_environment"}
 
 
 def imported(path):

@@ -1,0 +1,152 @@
+"""A policy that acts in the environment of a task does what it does offline, but for what its own actions change."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.training_program import TINY, TINY_MODEL, load_program
+from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning
+from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.training.evaluation import evaluate
+from mamba3_nplr.training.rollouts import roll_out
+
+TASKS = {
+    "shell": {"test_windows": (1, 3), "test_size": 60},
+    "shell_jitter": {"test_windows": (1, 3), "test_size": 60},
+    "shell_hand": {"test_windows": (1, 3), "test_size": 60},
+}
+HAND = [*TINY, "--task=shell_hand", "--task.windows=2", "--task.max_swaps=2", "--task.test_size=8"]
+HAND += ["--task.test_windows=[1,3]"]
+
+
+def make(name, **settings):
+    """A policy of random weights that are large enough to reach for different cups, in numbers that do not round."""
+    task = make_task(name, **TASKS[name] | settings)
+    policy = Mamba3NPLRForBehaviorCloning(Mamba3NPLRConfig(**TINY_MODEL, **task.model_fields)).double()
+    torch.nn.init.normal_(policy.action_head.weight, std=0.5)
+    return task, policy
+
+
+@pytest.mark.parametrize("name", ["shell", "shell_jitter"])
+def test_acting_succeeds_where_the_offline_evaluation_does(name):
+    task, policy = make(name)
+    offline = evaluate_double(policy, task)
+    assert roll_out(policy, task, task.test_sizes, 60, batch_size=60) == offline
+    assert all(0 < found["success"] < 1 and len(found["success_by_swaps"]) for found in offline.values())
+
+
+def evaluate_double(policy, task):
+    """The offline evaluation of a policy in float64: what it is shown is float32."""
+    forward = policy.forward
+    policy.forward = lambda observations, **rest: forward(observations.double(), **rest)
+    try:
+        return evaluate(policy, task)
+    finally:
+        del policy.forward
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_size_of_a_batch_changes_nothing(name):
+    task, policy = make(name)
+    expected = roll_out(policy, task, ["test_3"], 50, batch_size=50)
+    for batch_size in (7, 128):
+        assert roll_out(policy, task, ["test_3"], 50, batch_size=batch_size) == expected
+    assert roll_out(policy, task, ["test_3"], 10)["test_3"] != expected["test_3"]
+
+
+@pytest.mark.parametrize("split", ["validation", "test_1"])
+def test_any_evaluation_set_can_be_played(split):
+    task, policy = make("shell", windows=2, max_swaps=1)
+    assert roll_out(policy, task, [split], 40)[split] == roll_out(policy, task, [split], 40, 9)[split]
+    rows = task.rows(split, 0, 40)
+    assert [*roll_out(policy, task, [split], 40)[split]["success_by_swaps"]] == np.unique(rows["num_swaps"]).tolist()
+
+
+class Demonstrator(torch.nn.Module):
+    """Does what the task's demonstrator does, by its number of the frame; blind to what it sees, or not."""
+
+    def __init__(self, labels):
+        super().__init__()
+        self.labels, self.frame = labels, 0
+
+    def reset(self):
+        self.frame = 0
+
+    def select_action(self, observations):
+        self.frame += 1
+        return self.labels[:, min(self.frame, self.labels.shape[1]) - 1]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_demonstrator_always_succeeds(name):
+    task = make_task(name, **TASKS[name])
+    for split in task.test_sizes:
+        labels = task.rows(split, 0, 60)["labels"]
+        found = roll_out(Demonstrator(labels), task, [split], 60)[split]
+        assert found["success"] == 1 and set(found["success_by_swaps"].values()) == {1}
+
+
+def test_a_hand_that_sees_itself_may_end_elsewhere_than_offline():
+    """Offline the policy is shown the demonstrator's hand; here, its own."""
+    task, policy = make("shell_hand")
+    seen = []
+    policy.select_action = lambda observations: (
+        seen.append(observations) or type(policy).select_action(policy, observations)
+    )
+    roll_out(policy, task, ["test_3"], 20)
+    hands, shown = np.stack(seen, 1)[..., 16:], task.rows("test_3", 0, 20)["observations"][..., 16:]
+    assert np.array_equal(hands[:, 0], shown[:, 0]) and not np.array_equal(hands, shown)
+
+
+def test_the_policy_is_left_as_it_was():
+    task, policy = make("shell")
+    for training in (True, False):
+        policy.train(training)
+        policy.select_action(np.zeros((2, 16)))
+        roll_out(policy, task, ["test_1"], 3)
+        assert policy.training is training and policy.policy_states is None
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "hand"
+    load_program().main([*HAND, f"--output_dir={out}"])
+    return out
+
+
+def test_a_trained_policy_acts_by_the_command(trained, tmp_path, capsys):
+    program = load_program()
+    program.main(["evaluate", str(trained), "--rollouts", "8", f"--out={tmp_path / 'acted.json'}", "--batch_size=3"])
+    told = capsys.readouterr().out
+    assert "acting in 8 episodes of each test set" in told and "| test_3 |" in told
+    acted = json.loads((tmp_path / "acted.json").read_text())
+    offline = json.loads((trained / "results.json").read_text())
+    assert acted["rollouts"] == 8 and acted["task"] == offline["task"] == "shell_hand"
+    assert acted["metric"] == offline["metric"] and [*acted["results"]] == [*offline["results"]]
+    for split, found in acted["results"].items():
+        assert found.keys() == offline["results"][split].keys()
+        assert found["chance"] == offline["results"][split]["chance"]
+        assert [*found["success_by_swaps"]] == [*offline["results"][split]["success_by_swaps"]]
+
+
+REFUSED = [
+    (["--rollouts", "9"], "rollouts=9 is not allowed: test_1 has 8 episodes"),
+    (["--rollouts", "0"], "rollouts=0 is not allowed"),
+    (["--rollouts", "2", "--task", "s5_generators"], "--rollouts cannot be used: s5_generators has no environment"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_what_cannot_be_played_is_refused(arguments, message, trained, capsys):
+    with pytest.raises(SystemExit):
+        load_program().main(["evaluate", str(trained), *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_gymnasium_is_named(trained, capsys, monkeypatch):
+    monkeypatch.setattr("mamba3_nplr.training.rollouts.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        load_program().main(["evaluate", str(trained), "--rollouts", "2"])
+    assert "--rollouts needs gymnasium: pip install 'mamba3_nplr[gym]'" in capsys.readouterr().err
