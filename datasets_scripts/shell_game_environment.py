@@ -17,7 +17,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from .shell_game import ShellGame
-from .shell_game_episodes import ACTION_SIZE, CUPS, OBSERVATION_SIZE, Y
+from .shell_game_episodes import ACTION_SIZE, CUE, CUPS, OBSERVATION_SIZE, Y
 from .shell_game_pictures import draw_frames
 from .shell_game_table import Ending, Table, TableWithHand
 from .shell_hand import ShellHand
@@ -101,7 +101,7 @@ def limits(with_hand: bool) -> tuple[np.ndarray, np.ndarray]:
     high[Y : Y + CUPS] = 0.5
     if with_hand:  # hidden cups are where the hand is
         low[Y : Y + CUPS], high[Y : Y + CUPS] = -1.0, 1.0
-        low, high = np.append(low, [-1.0, -1.0]), np.append(high, [1.0, 1.0])
+        low, high = np.insert(low, CUE, [-1.0, -1.0]), np.insert(high, CUE, [1.0, 1.0])
     return low.astype(np.float32), high.astype(np.float32)
 
 
@@ -188,8 +188,8 @@ class ShellHandEnv(ShellGameEnv):
     0.2 in a frame, and hides the cups that are nearer to it than 0.6: their x and y are then its own. The cup that it
     has reached by the end, to 0.25, is the one it chooses.
 
-    The dataset is `shell_hand`, observations are (18,): the last two are x and y of the hand. All else is as in
-    `ShellGameEnv`.
+    The dataset is `shell_hand`, observations are (18,), with x and y of the hand before the cue, the last. All else is
+    as in `ShellGameEnv`.
     """
 
     with_hand = True

@@ -53,7 +53,7 @@ def draw_some(
 ) -> np.ndarray:
     canvas = Canvas(len(observations), height, width)
     canvas.paint(canvas.edge(canvas.y - (TOP - LAMP)), LAMP_OFF)
-    canvas.paint(canvas.edge(canvas.y - (TOP - LAMP)) * observations[:, CUE, None, None], LAMP_ON)
+    canvas.paint(canvas.edge(canvas.y - (TOP - LAMP)) * observations[:, -1, None, None], LAMP_ON)
     cups, lips = 0.0, 0.0
     for x, y in zip(observations[:, X:Y].T, observations[:, Y : Y + CUPS].T, strict=True):
         up, aside = canvas.y - y[:, None, None], np.abs(canvas.x - x[:, None, None])
@@ -66,7 +66,7 @@ def draw_some(
     row, slot = np.nonzero(observations[:, REVEAL:CUE])
     canvas.paint(canvas.ball(slot), BALL_COLOR, row)
     if observations.shape[1] > OBSERVATION_SIZE:
-        x, y = observations[:, OBSERVATION_SIZE], observations[:, OBSERVATION_SIZE + 1] + CUP_HEIGHT / 2
+        x, y = observations[:, CUE], observations[:, CUE + 1] + CUP_HEIGHT / 2
         arm = canvas.edge(ARM - np.abs(canvas.x - x[:, None, None])) * canvas.edge(y[:, None, None] - canvas.y)
         canvas.paint(np.maximum(canvas.disc(x, y, COVER), arm), HAND_COLOR)
     row = np.nonzero(ball_slot >= 0)[0]

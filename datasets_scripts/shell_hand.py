@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from .shell_game import TEXTS, ShellGame
-from .shell_game_episodes import ACTION_SIZE, CUPS, OBSERVATION_SIZE, SLOTS, X, Y
+from .shell_game_episodes import ACTION_SIZE, CUE, CUPS, OBSERVATION_SIZE, SLOTS, X, Y
 
 REST = np.array([0.0, -1.0], dtype=np.float32)  # where the hand is at first, out of the way
 SPEED = 0.2  # the longest way of the hand in a frame: 8 of the 12 frames of the response to the farthest cup
@@ -27,7 +27,7 @@ there by at most {SPEED} in a frame, from ({REST[0]:g}, {REST[1]:g}), where it h
 
 | Column | Type | Meaning |
 | --- | --- | --- |
-| `observations` | frames x 18 float32 | as in the game without, and x and y of the hand |
+| `observations` | frames x 18 float32 | as in the game without; x and y of the hand before the cue |
 | `labels` | frames x 2 float32 | the demonstrator's actions: where the hand rests until the cue, then the ball's slot |
 | `num_swaps` | int32 | number of swaps K |
 | `swaps` | list of int32 | for each window the left slot of the swapped pair, or -1 |
@@ -106,8 +106,8 @@ def move_hand(hand: np.ndarray, actions: np.ndarray) -> np.ndarray:
 
 
 def hide_cups(observations: np.ndarray, hand: np.ndarray) -> np.ndarray:
-    """What is seen of observations (..., 16) with the hand (..., 2) in the picture, (..., 18)."""
-    seen = np.concatenate([observations, hand], axis=-1)
+    """What is seen of observations (..., 16) with the hand (..., 2) in the picture, (..., 18), the cue still last."""
+    seen = np.concatenate([observations[..., :CUE], hand, observations[..., CUE:]], axis=-1)
     cups = np.stack([seen[..., X:Y], seen[..., Y : Y + CUPS]], axis=-1)  # (..., cups, 2)
     hidden = ((cups - hand[..., None, :]) ** 2).sum(-1) < COVER**2
     some = hidden.any(-1)

@@ -44,7 +44,7 @@ def test_a_cup_is_hidden_exactly_where_the_hand_covers_it(random):
     rows = make_task("shell").rows("validation", 0, 40)["observations"].reshape(-1, 16)
     hand = random.uniform(-1, 1, size=(len(rows), 2)).astype(np.float32)
     seen = hide_cups(rows, hand)
-    assert np.array_equal(seen[:, 10:16], rows[:, 10:]) and np.array_equal(seen[:, 16:], hand)
+    assert np.array_equal(seen[:, [*range(10, 15), 17]], rows[:, 10:]) and np.array_equal(seen[:, 15:17], hand)
     for before, after, place in zip(rows[:2000], seen[:2000], hand[:2000], strict=True):
         cups = {(float(x), float(y)) for x, y in zip(before[:5], before[5:10], strict=True)}
         shown = [(float(x), float(y)) for x, y in zip(after[:5], after[5:10], strict=True)]
@@ -61,8 +61,8 @@ def test_a_hand_out_of_the_way_sees_everything():
         expected, found = game.rows(split, 0, 50), hand.rows(split, 0, 50)
         before_it_moves = slice(0, -11)
         observations = found["observations"][:, before_it_moves]
-        assert np.array_equal(observations[..., :16], expected["observations"][:, before_it_moves])
-        assert (observations[..., 16:] == REST).all()
+        assert np.array_equal(np.delete(observations, [15, 16], -1), expected["observations"][:, before_it_moves])
+        assert (observations[..., 15:17] == REST).all()
         assert np.array_equal(found["ball_slot"], expected["ball_slot"])
         assert np.array_equal(found["labels"][:, -12:], expected["labels"][:, -12:])
         assert (found["labels"][:, :-12] == REST).all()
@@ -98,7 +98,7 @@ def test_the_demonstrators_hand_ends_at_the_ball(demonstrator, jitter):
         inside = np.arange(rows["observations"].shape[1]) < rows["num_frames"][:, None]
         assert not rows["observations"][~inside].any() and not rows["labels"][~inside].any()
         path = hand_path(rows["labels"])[:, :-1]
-        assert np.array_equal(rows["observations"][..., 16:][inside], path[inside])
+        assert np.array_equal(rows["observations"][..., 15:17][inside], path[inside])
 
 
 def test_only_where_the_hand_ends_counts(random):
@@ -149,3 +149,11 @@ def test_the_smallest_motion_arrives():
     for target in ([0.1 + 1e-7, 0.2], [0.3, 0.2], [-0.1, 0.2]):
         assert np.array_equal(move_hand(hand, np.array([target])), np.array([target], dtype=np.float32))
     assert np.abs(SLOTS).max() == 1
+
+
+def test_the_frames_after_the_cue_weigh_more():
+    """The loss finds the cue in the last number of an observation."""
+    task = make_task("shell_hand", batch_size=3)
+    observations = task.batch(0, 0)["observations"]
+    assert (observations[:, -12:, -1] > 0.5).all() and not (observations[:, :-12, -1] > 0.5).any()
+    assert task.model_fields["cue_weight"] == 20

@@ -2,6 +2,7 @@
 
 import json
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from helpers.training_program import TINY, TINY_MODEL, load_program
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from mamba3_nplr.training.evaluation import evaluate
+from mamba3_nplr.training.evaluation import evaluate, predict
 from mamba3_nplr.training.rollouts import roll_out
 
 TASKS = {
@@ -64,6 +65,25 @@ def test_any_evaluation_set_can_be_played(split):
     assert [*roll_out(policy, task, [split], 40)[split]["success_by_swaps"]] == np.unique(rows["num_swaps"]).tolist()
 
 
+def test_episodes_that_follow_each_other_are_like_single_ones():
+    """A policy that is reset where `infos` tells of a new episode knows nothing of the one before."""
+    task, policy = make("shell_jitter", windows=1, max_swaps=1)
+    envs = gymnasium.make_vec("mamba3_nplr/ShellGame-v0", num_envs=5, windows=1, jitter=True)
+    observations, infos = envs.reset(seed=0)
+    playing, successes = infos["episode"], {}
+    for _ in range(400):
+        observations, _, ended, _, infos = envs.step(policy.select_action(observations))
+        successes |= {int(playing[i]): infos["success"][i] for i in np.nonzero(ended)[0]}
+        if "episode" in infos:
+            policy.reset(infos["_episode"])
+            playing = np.where(infos["_episode"], infos["episode"], playing)
+    assert len(successes) > 20 and 0 < np.mean([*successes.values()]) < 1
+    for number, success in successes.items():
+        rows = task.rows("train", number, number + 1)
+        actions = predict(policy, task, {"observations": torch.from_numpy(rows["observations"]).double()}, 128)
+        assert task.metrics(actions, rows)["success"] == success
+
+
 class Demonstrator(torch.nn.Module):
     """Does what the task's demonstrator does, by its number of the frame; blind to what it sees, or not."""
 
@@ -96,7 +116,7 @@ def test_a_hand_that_sees_itself_may_end_elsewhere_than_offline():
         seen.append(observations) or type(policy).select_action(policy, observations)
     )
     roll_out(policy, task, ["test_3"], 20)
-    hands, shown = np.stack(seen, 1)[..., 16:], task.rows("test_3", 0, 20)["observations"][..., 16:]
+    hands, shown = (x[..., 15:17] for x in (np.stack(seen, 1), task.rows("test_3", 0, 20)["observations"]))
     assert np.array_equal(hands[:, 0], shown[:, 0]) and not np.array_equal(hands, shown)
 
 
