@@ -59,7 +59,7 @@ def draw_words(records: Records, paper: Paper, path: Path) -> None:
             if curves or markers:
                 shown[model] = shown.get(model, False) or bool(curves)
         final.set_title(f"{group}: the last position of words")
-        by_position.set_title(f"{group}: each position of words of {max(sizes.values()):,}")
+        by_position.set_title(f"{group}: each position of words of {max(sizes.values()):,}, smoothed")
         final.set_xlabel("length of the words (grey: the longest in training)")
         by_position.set_xlabel("position (grey: the length of the longest words in training)")
         final.set_xscale("log", base=2)

@@ -23,10 +23,11 @@ Figures are per cent: ours, the mean over seeds with their number in brackets, a
 cell has in italics the minutes that a run would take on one core ({processor}), without its tests.
 
 {above} and {below} mark what lies above or below the paper's range. Where the paper gives the smallest and the largest
-of its runs, these are the range. Where it gives only a mean, the range is as far from it as two draws of the test words
-or episodes take one model 19 times in 20, so that chance alone marks a cell in 20; the spread of the paper's seeds is
-not known. So a mark is in brackets where the seed may be the reason: ours is one seed, or the paper's mean lies between
-our smallest and largest, give or take as much."""
+of its runs, in whichever table or sentence, these are the range. Where it gives only a mean, the spread of its seeds is
+not known, and the range is as far from the mean as two draws of the test words or episodes take one model 19 times in
+20. A mark is in brackets where luck may be the reason: that of the seed, where the paper gives only a mean and ours is
+one seed, or several of which some reach the range; or that of the test words, where these alone may take a figure so
+far from the paper's smallest or largest. And one in 20 of the figures beside a mean is marked by chance."""
 
 SIZES = """\
 Of the models for the shell game, computed from the configurations; ≠ marks what does not round to the paper's. The
@@ -79,7 +80,7 @@ def summary(cells: Cells) -> str:
     lines.append(
         f"**How much:** of the {len(marks) + len(cells.empty):,} figures of the paper here we have {len(marks):,}; "
         f"{len(marks) - len(outside):,} lie in its range, {len(outside) - len(by_seed):,} outside, and "
-        f"{len(by_seed):,} outside where the seed may be the reason."
+        f"{len(by_seed):,} outside where luck may be the reason."
     )
     return "\n\n".join(lines)
 

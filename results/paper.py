@@ -119,27 +119,32 @@ def tolerance(ours: float, paper: float, tested: float) -> float:
 
 def mark(ours: list[float], paper: PaperFigure | None, tested: float) -> str:
     """
-    A mark where the mean of our seeds lies outside the paper's range, else nothing. It is in brackets where the range
-    is that of test words only and the seed may be the reason: we have one, or ours lie on both sides of the paper's.
+    A mark where the mean of our seeds lies outside the paper's range, else nothing. It is in brackets where luck may be
+    the reason: that of the seed, where the paper has no range of seeds and we have one, or several of which some reach
+    the range; or that of the test words, where they alone may take ours so far from the paper's smallest or largest.
 
     Args:
         tested: Words or episodes that a figure is from.
     """
     if paper is None:
         return ""
-    mean, spread = round(statistics.mean(ours), 2), 0.0
-    if paper.smallest is not None:
-        low, high = paper.smallest, paper.largest
-    elif paper.mean is not None:
-        spread = tolerance(mean, paper.mean, tested)
-        low, high = paper.mean - spread, paper.mean + spread
-    else:
-        low, high = paper.above, 100.0
+    mean = round(statistics.mean(ours), 2)
+    low, high = paper_range(mean, paper, tested)
     if low <= mean <= high:
         return ""
-    arrow = ABOVE if mean > high else BELOW
-    if paper.smallest is None:
-        center = paper.above if paper.mean is None else paper.mean
-        if len(ours) == 1 or min(ours) - spread <= center <= max(ours) + spread:
-            return f"({arrow})"
-    return arrow
+    arrow, end = (ABOVE, high) if mean > high else (BELOW, low)
+    if paper.smallest is not None:
+        is_luck = abs(mean - end) <= tolerance(mean, end, tested)
+    else:
+        is_luck = len(ours) == 1 or min(ours) <= end <= max(ours)
+    return f"({arrow})" if is_luck else arrow
+
+
+def paper_range(mean: float, paper: PaperFigure, tested: float) -> tuple[float, float]:
+    """The smallest and largest of the paper's runs, or around its mean what test words may make of it."""
+    if paper.smallest is not None:
+        return paper.smallest, paper.largest
+    if paper.mean is None:
+        return paper.above, 100.0
+    spread = tolerance(mean, paper.mean, tested)
+    return paper.mean - spread, paper.mean + spread

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import platform
 import random
 import re
 import shutil
@@ -98,13 +99,14 @@ def test_the_pictures_are_those_of_the_files(program, tmp_path):
     constraints = (ROOT / ".ci" / "constraints.txt").read_text(encoding="utf-8")
     drawn_with = re.findall(r"^(matplotlib|pillow)==(\S+)$", constraints, re.MULTILINE)
     assert len(drawn_with) == 2
-    same_versions = all(version(name) == number for name, number in drawn_with)
+    # On other processors sums may be rounded otherwise.
+    same = platform.machine() == "x86_64" and all(version(name) == number for name, number in drawn_with)
     for name in PICTURES:
         first, second = ((folder / name).read_bytes() for folder in folders)
         committed = (RESULTS / name).read_bytes()
         assert first == second
         assert b"Software" not in first and picture_size(first) == picture_size(committed)
-        if same_versions:
+        if same:
             assert first == committed, f"make results draws {name} again"
 
 
@@ -114,13 +116,13 @@ def picture_size(png):
 
 def test_a_cell_has_ours_the_seeds_a_mark_and_the_paper(program, place):
     add_run(place, "z5", "nplr", 0, words(100.0))
-    add_run(place, "z5", "nplr", 1, words(99.0))
+    add_run(place, "z5", "nplr", 1, words(90.0))
     add_run(place, "z5", "gdn", 0, words(30.0))
     page = program("page").make_page()
-    assert row(page, "Group words", "Mamba-3 + NPLR `nplr`")[0] == "99.50 (2) ▼ / 100.00"  # the paper's all have 100
+    assert row(page, "Group words", "Mamba-3 + NPLR `nplr`")[0] == "95.00 (2) ▼ / 100.00"  # the paper's all have 100
     assert row(page, "Group words", "Gated DeltaNet")[0] == "30.00 (1) (▼) / 84.44"  # it has a mean, and we one seed
     assert re.fullmatch(r"\*\d+ min\* / 100.00", row(page, "Group words", "IDS4")[0])
-    assert "99.50 (2) ▼ [99.00, 100.00]" in row(page, "Longer words", "64 ")
+    assert "95.00 (2) ▼ [90.00, 100.00]" in row(page, "Longer words", "64 ")
     outside = section(page, "Outside the paper's range")
     assert "64 (▼).\nNo other settings were tried." in outside
     assert "a reflection that starts weaker" in outside.lower()  # the remark, by hand
@@ -173,9 +175,11 @@ def test_without_any_run_there_is_a_page(program, place):
         ([99.8], {"mean": 100.0}, ""),  # one word of 512
         ([98.0], {"mean": 100.0}, "(▼)"),
         ([98.0, 98.0], {"mean": 100.0}, "▼"),
-        ([50.0, 100.0], {"mean": 99.0}, "(▼)"),  # ours lie on both sides
+        ([50.0, 100.0], {"mean": 99.0}, "(▼)"),  # one of ours reaches it
         ([50.0, 60.0], {"mean": 20.0}, "▲"),
-        ([99.8], {"mean": 100.0, "smallest": 100.0, "largest": 100.0}, "▼"),
+        ([99.8], {"mean": 100.0, "smallest": 100.0, "largest": 100.0}, "(▼)"),
+        ([97.0], {"mean": 100.0, "smallest": 100.0, "largest": 100.0}, "▼"),
+        ([85.0], {"mean": 94.4, "smallest": 87.3, "largest": 100.0}, "(▼)"),
         ([88.0], {"mean": 94.4, "smallest": 87.3, "largest": 100.0}, ""),
         ([96.0], {"above": 95.0}, ""),
         ([90.0], {"above": 95.0}, "(▼)"),
@@ -202,7 +206,10 @@ def test_tolerance_is_that_of_two_test_sets(program):
 
 def test_the_first_sentences_follow_the_runs(program, place):
     add_run(place, "s5_generators", "nplr", 0, words(100.0))
+    add_run(place, "s5_generators", "nplr", 1, words(99.5))
     add_run(place, "s5_generators", "mamba3", 0, words(60.0))
+    add_run(place, "z5", "nplr", 0, words(100.0))
+    add_run(place, "z5", "nplr", 1, words(98.5))  # of each seed, not of their mean
     for model, figure in (("nplr", 80.0), ("nplr_norope", 90.0)):
         add_run(place, "shell_jitter", model, 0, dict.fromkeys(("test_16", "test_128"), figure))
     page = program("page").make_page()
@@ -210,7 +217,8 @@ def test_the_first_sentences_follow_the_runs(program, place):
         re.search(rf"^\*\*{start}.*$", page, re.MULTILINE)[0]
         for start in ("What the paper says and holds", "What does not hold", "What is not run yet")
     )
-    assert "NPLR follows S5 at the length of training (100.00, paper 100.00; 1 seed)" in holds
+    assert "NPLR follows S5 at the length of training (99.75 [99.50, 100.00], paper 100.00; 2 seeds)" in holds
+    assert "NPLR follows Z5 at the length of training (99.25 [98.50, 100.00]" in fails
     assert "NPLR is better at 128 swaps without RoPE than with it (90.00, 80.00, paper 95.74, 87.83; 1 seed)" in holds
     assert "plain Mamba-3 is at chance on S5 (60.00, paper 0.78; 1 seed)" in fails
     assert "NPLR finds the ball with random timing up to 96 swaps (80.00" in fails  # whatever the missing ones say

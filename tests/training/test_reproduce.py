@@ -212,5 +212,7 @@ def test_the_list_has_the_runs_that_are_there_with_their_settings():
     runs = program.read_list(ROOT / "results" / "runs.txt", Path("runs"), ROOT / "results" / "runs")
     found = {path.stem: json.loads(path.read_text()) for path in (ROOT / "results" / "runs").glob("*.json")}
     assert set(found) <= set(runs)
+    lines = (ROOT / "results" / "runs.txt").read_text().splitlines()
+    assert sum(re.match("[a-z]", line) is not None for line in lines) == len(runs)  # so docs/training.md counts them
     for name, summary in found.items():
         assert record.command(parse_run(runs[name].arguments)) == summary["command"], name
