@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .counter_random import CounterRandom
 from .shell_game import TEXTS, ShellGame
-from .shell_game_episodes import ACTION_SIZE, CUE, CUPS, OBSERVATION_SIZE, SLOTS, X, Y
+from .shell_game_episodes import ACTION_SIZE, CUE, CUPS, OBSERVATION_SIZE, RESPONSE_FRAMES, SLOTS, X, Y
+from .task import check_flag
 
 REST = np.array([0.0, -1.0], dtype=np.float32)  # where the hand is at first, out of the way
 SPEED = 0.2  # the longest way of the hand in a frame: 8 of the 12 frames of the response to the farthest cup
@@ -23,7 +25,9 @@ HAND_TEXTS = replace(
     section=f"""\
 The same episodes, but a hand is in the picture. An action is where it should go, x and y from -1 to 1, and it goes
 there by at most {SPEED} in a frame, from ({REST[0]:g}, {REST[1]:g}), where it hides nothing. A cup nearer to it than
-{COVER} is hidden: its x and y are those of the hand. The cup that the hand has reached by the end counts.
+{COVER} is hidden: its x and y are those of the hand. The cup that the hand has reached by the end counts. In the
+recorded episodes the hand goes to any cup after the cue, whatever the demonstrator says: one that goes to the ball
+would show where it is.
 
 | Column | Type | Meaning |
 | --- | --- | --- |
@@ -42,6 +46,10 @@ class ShellHand(ShellGame):
     Args:
         demonstrator: "reach" keeps the hand out of the way until the cue, and so sees everything; "track" holds it over
             the ball's cup and sees none of its swaps.
+        guided: Whether the hand in the recorded episodes is led to a cup drawn at random after the cue; the labels are
+            still what the demonstrator would do. Else it goes to the ball, and who looks at it need not have followed
+            the swaps: a policy learns to go on where its hand goes, right in every recorded episode and lost in its
+            own.
     """
 
     texts = HAND_TEXTS
@@ -50,11 +58,25 @@ class ShellHand(ShellGame):
     question = "Shell game with a hand: does it end at the ball?"
     description = "Plays the shell game with a hand that hides the cups it covers, and reaches for the ball."
 
+    guided: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_flag("guided", self.guided)
+
     def arrays(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, np.ndarray]:
         return with_hand(super().arrays(seed, step, rank, world_size))
 
     def rows(self, split: str, start: int, stop: int) -> dict[str, np.ndarray]:
         return with_hand(super().rows(split, start, stop))
+
+    def draw(
+        self, purpose: str, seed: int, step: int, first_row: int, rows: int | np.ndarray, *sizes, **options
+    ) -> dict:
+        """As in the game, without a hand, and beside it `led_to`: the slot of the cup that the hand is led to."""
+        drawn = super().draw(purpose, seed, step, first_row, rows, *sizes, **options)
+        guide = CounterRandom(f"{self.key}/hand/{purpose}", seed, step, first_row, rows, 1)
+        return drawn | {"led_to": guide.integers(CUPS) if self.guided else drawn["ball_slot"]}
 
     def demonstrate(self, slots, ends, cue, num_frames) -> np.ndarray:
         actions = super().demonstrate(slots, ends, cue, num_frames)
@@ -64,7 +86,7 @@ class ShellHand(ShellGame):
 
     def metrics(self, predictions: np.ndarray, rows: dict[str, np.ndarray]) -> dict:
         """
-        Where the hand would end by these actions, though they were chosen while it moved as the demonstrator's did.
+        Where the hand would end by these actions, though they were chosen while it moved as the recorded one did.
         `train_hf.py evaluate --rollouts` lets the policy see what it has done.
 
         Args:
@@ -80,11 +102,13 @@ class ShellHand(ShellGame):
 
 
 def with_hand(rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The columns as the demonstrator sees them, whose hand is in the picture."""
-    frames = rows["observations"].shape[1]
-    inside = np.arange(frames) < rows["num_frames"][:, None]
-    seen = hide_cups(rows["observations"], hand_path(rows["labels"])[:, :-1])
-    return rows | {"observations": seen * inside[..., None]}
+    """The columns with the recorded hand in the picture: led by the demonstrator and, after the cue, to `led_to`."""
+    rows = dict(rows)
+    frames, end = np.arange(rows["observations"].shape[1]), rows["num_frames"][:, None]
+    cue, inside = (frames >= end - RESPONSE_FRAMES) & (frames < end), frames < end
+    goals = np.stack([SLOTS[rows.pop("led_to")], np.zeros(len(end), dtype=np.float32)], axis=-1)
+    actions = np.where(cue[..., None], goals[:, None], rows["labels"])
+    return rows | {"observations": hide_cups(rows["observations"], hand_path(actions)[:, :-1]) * inside[..., None]}
 
 
 def hand_path(actions: np.ndarray) -> np.ndarray:

@@ -49,7 +49,7 @@ def episode(env, seed, choose=None):
 def test_a_seed_is_a_row_of_the_dataset(game, dataset, name):
     settings, task_name, task_settings, split = DATASETS[name]
     if dataset:
-        task_settings = task_settings | {"jitter": task_name == "shell_jitter"}
+        task_settings = task_settings | {"jitter": task_name == "shell_jitter", "guided": False}
     task = make_task(dataset or task_name, **task_settings)
     env = gymnasium.make(game, **settings)
     for seed in (0, 7):

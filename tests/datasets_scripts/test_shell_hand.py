@@ -8,6 +8,7 @@ from mamba3_nplr.datasets_scripts.shell_game_episodes import SLOTS, observe
 from mamba3_nplr.datasets_scripts.shell_game_table import TableWithHand
 from mamba3_nplr.datasets_scripts.shell_hand import COVER, REST, SPEED, hand_path, hide_cups, move_hand, reached_slot
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.training.evaluation import join
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_hand_over_the_ball_sees_nothing_of_its_swaps():
 @pytest.mark.parametrize("jitter", [False, True])
 @pytest.mark.parametrize("demonstrator", ["reach", "track"])
 def test_the_demonstrators_hand_ends_at_the_ball(demonstrator, jitter):
-    task = make_task("shell_hand", demonstrator=demonstrator, jitter=jitter, test_size=100)
+    task = make_task("shell_hand", demonstrator=demonstrator, jitter=jitter, guided=False, test_size=100)
     for split in ("validation", *task.test_sizes):
         rows = task.rows(split, 0, 100)
         assert task.metrics(rows["labels"], rows)["success"] == 1
@@ -99,6 +100,31 @@ def test_the_demonstrators_hand_ends_at_the_ball(demonstrator, jitter):
         assert not rows["observations"][~inside].any() and not rows["labels"][~inside].any()
         path = hand_path(rows["labels"])[:, :-1]
         assert np.array_equal(rows["observations"][..., 15:17][inside], path[inside])
+
+
+@pytest.mark.parametrize("jitter", [False, True])
+def test_a_recorded_hand_does_not_tell_where_the_ball_is(jitter):
+    task = make_task("shell_hand", windows=1, max_swaps=1, jitter=jitter, batch_size=2000)
+    rows = task.arrays(0, 0)
+    ends = rows["observations"][np.arange(2000), rows["num_frames"] - 1, 15:17]
+    led_to = reached_slot(ends)
+    table = np.zeros((5, 5))
+    np.add.at(table, (led_to, rows["ball_slot"]), 1)
+    # Of 25 cells of 80 each, as chance has it: chi-square with 24 degrees of freedom.
+    assert task.metrics(rows["labels"], rows)["success"] == 1 and ((table - 80) ** 2 / 80).sum() < 65
+    honest = make_task("shell_hand", windows=1, max_swaps=1, jitter=jitter, batch_size=2000, guided=False).arrays(0, 0)
+    ends = honest["observations"][np.arange(2000), honest["num_frames"] - 1, 15:17]
+    assert np.array_equal(reached_slot(ends), rows["ball_slot"]) and np.array_equal(honest["labels"], rows["labels"])
+
+
+def test_recorded_hands_do_not_depend_on_how_rows_are_read():
+    task = make_task("shell_hand", jitter=True)
+    whole = task.rows("train", 0, 9)
+    parts = [task.rows("train", 0, 4), task.rows("train", 4, 9)]
+    for name, column in whole.items():
+        assert np.array_equal(join([part[name] for part in parts]), column), name
+    shares = [make_task("shell_hand", batch_size=6).arrays(1, 2, rank, 3)["observations"] for rank in range(3)]
+    assert np.array_equal(np.concatenate(shares), make_task("shell_hand", batch_size=6).arrays(1, 2)["observations"])
 
 
 def test_only_where_the_hand_ends_counts(random):
