@@ -59,7 +59,7 @@ def changed_settings(run: dict) -> str:
     changed = {name: value for name, value in given.items() if name not in NAMES}
     default = make_task(run["task"])
     for name in [name for name in changed if name.startswith("task.")]:
-        if str(getattr(default, name.removeprefix("task."))) == changed[name]:
+        if str(getattr(default, name.removeprefix("task."), None)) == changed[name]:
             del changed[name]  # it was not the default once
     if given.get("preset", "paper") != "paper":
         changed["preset"] = given["preset"]

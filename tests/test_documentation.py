@@ -83,7 +83,7 @@ def test_the_examples_run(tmp_path):
         assert found[-1] < 0.5 * found[0], found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "results" / "README.md"], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     """Files that a page links to are there, and headings too."""
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
