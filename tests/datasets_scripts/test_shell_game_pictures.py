@@ -114,3 +114,13 @@ def test_small_pictures_are_the_large_ones_from_afar():
     small, large = (draw_frames(observations, *size).astype(float) for size in ((32, 64), (256, 512)))
     from_afar = large.reshape(len(large), 32, 8, 64, 8, 3).mean((2, 4))
     assert np.abs(from_afar - small).mean() < 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cups_that_overlap_have_the_colour_of_one(size):
+    both, one = AT_REST.copy(), AT_REST.copy()
+    both[[1, 2, 6, 7]] = -0.05, 0.05, 0.0, 0.1
+    one[[1, 2, 6, 7]] = -0.05, -0.05, 0.0, 0.0
+    frames = draw_frames(np.stack([both, one]), *size)
+    row, column = int((1.0 - 0.2) / 1.35 * size[0]), int((0.0 - LEFT) / WIDTH * size[1])
+    assert near(frames[:, row, column], CUP_COLOR).all()

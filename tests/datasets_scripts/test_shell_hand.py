@@ -5,7 +5,7 @@ import pytest
 
 from mamba3_nplr.datasets_scripts.shell_game import ShellGame
 from mamba3_nplr.datasets_scripts.shell_game_episodes import SLOTS, observe
-from mamba3_nplr.datasets_scripts.shell_game_table import TableWithHand
+from mamba3_nplr.datasets_scripts.shell_game_table import Table, TableWithHand
 from mamba3_nplr.datasets_scripts.shell_hand import COVER, REST, SPEED, hand_path, hide_cups, move_hand, reached_slot
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.training.evaluation import join
@@ -183,3 +183,16 @@ def test_the_frames_after_the_cue_weigh_more():
     observations = task.batch(0, 0)["observations"]
     assert (observations[:, -12:, -1] > 0.5).all() and not (observations[:, :-12, -1] > 0.5).any()
     assert task.model_fields["cue_weight"] == 20
+
+
+@pytest.mark.parametrize("kind", [Table, TableWithHand])
+def test_episodes_that_are_not_named_stay_as_they_are(kind, random):
+    task = make_task("shell_hand", windows=1, max_swaps=1)
+    table = kind(task, "train", 6)
+    table.start(np.arange(6), 0, 6)
+    named = np.arange(6) < 3
+    for _ in range(30):
+        before = table.observe(), table.frame.copy()
+        ending = table.act(random.uniform(-1, 1, size=(6, 2)), named)
+        assert np.array_equal(table.observe()[~named], before[0][~named]) and not ending.ended[~named].any()
+        assert np.array_equal(table.frame - before[1], named)
