@@ -100,12 +100,6 @@ class Paper:
             return PaperFigure(known[f"K={swaps}"])
         return PaperFigure(above=95.0) if swaps <= known.get("above_95_through", 0) else None
 
-    def runs(self, task: str, model: str) -> int:
-        """How many seeds the paper has."""
-        of_curves = self.tables["seeds"]["S5 curves"]
-        in_curves = task == "s5_generators" and PAPER_NAMES[model] in of_curves["models"]
-        return of_curves["runs"] if in_curves else self.tables["seeds"]["runs"]
-
 
 def tolerance(ours: float, paper: float, tested: float) -> float:
     """

@@ -147,7 +147,9 @@ def jitter_table(cells: Cells) -> str:
 def variations_tables(records: Records) -> list[str]:
     """Runs that the paper does not have, a table for each task, each kind below the paper's runs of the same model."""
     others = {
-        (task, model, "ours"): runs for (task, model), runs in records.runs.items() if (task, model) not in PAPER_RUNS
+        (task, model, "not in the paper"): runs
+        for (task, model), runs in records.runs.items()
+        if (task, model) not in PAPER_RUNS
     }
     others |= records.variations
     tables = []
