@@ -143,7 +143,7 @@ def test_runs_of_other_mathematics_and_other_settings_are_not_mixed_in(program, 
     assert [line.split("|")[2].strip() for line in lines if line.startswith("| `nplr")] == [
         "as in the paper",
         "expand 2, length 32",
-        "ours",
+        "not in the paper",
     ]
     assert "Left out, for other mathematics made them: z5-nplr-seed1." in section(page, "The runs")
     program("figures").main([str(place / "z5.png")])
