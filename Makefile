@@ -3,7 +3,7 @@ VENV ?= .venv
 RUN := $(VENV)/bin/python
 # Those of make test-versions; what is not there is skipped.
 PYTHONS ?= python3.11 python3.13
-BENCHMARKS := busy cpu data gpu import_time models step trainer
+BENCHMARKS := busy cpu data gpu import_time instructions models step trainer
 
 .PHONY: setup test test-slow test-paths test-paths-quick test-versions fuzz campaign quality format data publish train sanity \
 	reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
@@ -43,7 +43,7 @@ test-versions: setup
 
 # Random wrong calls of the compiled operators under the sanitizers of the compiler.
 fuzz: setup
-	PYTHONPATH=tests $(RUN) tests/programs/fuzz_operators.py --calls 2800
+	PYTHONPATH=tests $(RUN) tests/programs/fuzz_operators.py --calls 4200
 
 # Training runs that are killed, and files of runs that are damaged, at random.
 campaign: setup

@@ -5,27 +5,22 @@ of which each block is a compiled call, and by one compiled call for all of it.
     python benchmarks/step.py [--repeats N] [--count] [--out results/step.json]
 
 All variants take turns in one run, so that a noisy machine slows them alike; the ratio is the median over the turns.
-`--count` adds instructions and calls of malloc, which callgrind counts: it needs valgrind, and minutes. Valgrind knows
-no AVX-512, so that there the library is built for AVX2; on other machines than x86-64 the count is left out.
+`--count` adds instructions and calls of malloc, which callgrind counts (see callgrind.py): it needs valgrind, and
+minutes.
 """
 
 import argparse
-import os
-import platform
-import re
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import torch
 
+import callgrind
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning
 from record import add_out, heading, write_results
 
@@ -91,41 +86,14 @@ def python_bytes(step) -> int:
     return peak - before
 
 
-def why_no_count() -> str | None:
-    if platform.machine() != "x86_64":
-        return f"the machine is {platform.machine()}"
-    return None if shutil.which("valgrind") else "there is no valgrind"
-
-
-def count(name: str, folder: Path) -> dict[str, float]:
+def counts_of(name: str, folder: Path) -> dict[str, float]:
     """Instructions and allocations of a step, as callgrind counts them in a process of its own."""
-    compiler, cache, counts = folder / "compiler", folder / "cache", folder / f"{name}.counts"
-    compiler.write_text('#!/bin/sh\nexec c++ "$@" -march=x86-64-v3\n')
-    compiler.chmod(0o755)
-    variables = {"CXX": str(compiler), "MAMBA3_NPLR_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, __file__, "--counted", name]
-    callgrind = ["valgrind", "-q", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={counts}"]
-    # Once without, so that nothing is compiled in it.
-    for command in (program, callgrind + program):
-        subprocess.run(command, env=os.environ | variables, check=True, stdout=subprocess.DEVNULL)
-    calls, instructions = calls_in(counts.read_text())
+    counted = callgrind.count([__file__, "--counted", name], folder)
+    calls = callgrind.calls_in(counted)
     return {
-        "instructions": instructions / COUNTED_STEPS,
+        "instructions": callgrind.all_instructions(counted) / COUNTED_STEPS,
         "mallocs": sum(calls[name] for name in ALLOCATORS) / COUNTED_STEPS,
     }
-
-
-def calls_in(text: str) -> tuple[Counter, int]:
-    """How often each function was called, by callgrind's file, and all instructions."""
-    names, calls, called = {}, Counter(), None
-    for line in text.splitlines():
-        function = re.match(r"c?fn=(\(\d+\))(?: (.*))?", line)
-        if function:
-            names.setdefault(function[1], function[2])
-            called = names[function[1]]
-        elif line.startswith("calls="):
-            calls[re.sub(r"'\d+$", "", called)] += int(line.removeprefix("calls=").split()[0])
-    return calls, int(re.search(r"^totals: (\d+)", text, re.MULTILINE)[1])
 
 
 def take_counted_steps(name: str) -> None:
@@ -133,16 +101,10 @@ def take_counted_steps(name: str) -> None:
     step = make_steps()[name]
     for _ in range(10):
         step()
-    tell_callgrind("--instr=on")
+    callgrind.start_counting()
     for _ in range(COUNTED_STEPS):
         step()
-    tell_callgrind("--instr=off")
-
-
-def tell_callgrind(command: str) -> None:
-    """Without callgrind nobody listens."""
-    if shutil.which("callgrind_control"):
-        subprocess.run(["callgrind_control", command, str(os.getpid())], check=False, capture_output=True)
+    callgrind.stop_counting()
 
 
 def main() -> None:
@@ -158,13 +120,13 @@ def main() -> None:
         return
     print(heading(repeats=given.repeats))
     results = measure(make_steps(), given.repeats)
-    reason = why_no_count() if given.count else "it was not asked for"
+    reason = callgrind.why_no_count() if given.count else "it was not asked for"
     if given.count and reason:
         print(f"Nothing is counted: {reason}.", file=sys.stderr)
     if reason is None:
         with tempfile.TemporaryDirectory() as folder:
             for name, row in results.items():
-                row.update(count(name, Path(folder)))
+                row.update(counts_of(name, Path(folder)))
     print("| step | microseconds | least | ratio to eager | bytes of Python | instructions | mallocs |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, row in results.items():

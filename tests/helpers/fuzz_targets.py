@@ -13,7 +13,7 @@ from helpers.family_cases import DELTA_CASES, build_case
 from helpers.mixer_cases import make_delta_mixer
 from helpers.model_cases import OPTIONS, SIZES, build
 from helpers.scan_cases import scan_inputs, scan_state
-from mamba3_nplr import Mamba3NPLRModel
+from mamba3_nplr import Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers import delta, delta_cpu
 from mamba3_nplr.modeling.mixers import mamba3_cpu as mixer_cpu
 from mamba3_nplr.modeling.mixers.delta import DeltaState
@@ -23,6 +23,7 @@ from mamba3_nplr.modeling.scan.cpu import operator as scan_cpu
 from mamba3_nplr.modeling.scan.definition import VECTORS, ScanInputs, ScanState, scan_definition
 from mamba3_nplr.modeling.scan.differentiable_operator import NAMESPACE
 from mamba3_nplr.modeling.scan.dispatch import scan
+from mamba3_nplr.modeling.scan.operator_arguments import SEQUENCES
 from mamba3_nplr.modeling.scan.sequences import token_order
 
 # What gradients are of.
@@ -308,8 +309,8 @@ def make_delta_call(draw: random.Random) -> tuple[Call, nn.Module]:
     values = (None if x is None else x.detach().clone() for x in values)
     call = Call(
         dict(zip(delta_cpu.CompiledDelta.given, values, strict=True)) | mixer.options(),
-        lambda given: [x.detach() for x in delta_cpu.delta_operator(*given.values())[:3]],
-        lambda given: [x.detach() for x in delta_by_rows(mixer, plain(given))],
+        lambda given: detached(delta_cpu.delta_operator(*given.values())[:3]),
+        lambda given: detached(delta_by_rows(mixer, plain(given))),
         TOLERANCES[dtype],
     )
     return call, mixer
@@ -318,6 +319,72 @@ def make_delta_call(draw: random.Random) -> tuple[Call, nn.Module]:
 def delta_backward_call(draw: random.Random) -> Call:
     call, mixer = make_delta_call(draw)
     return backward_call(call, delta_cpu.CompiledDelta, DELTA_LEAVES, lambda given: delta_by_rows(mixer, given))
+
+
+# Both mixers of letters
+
+
+def mixer_letters_call(draw: random.Random) -> Call:
+    return make_mixer_letters_call(draw)[0]
+
+
+def mixer_letters_backward_call(draw: random.Random) -> Call:
+    return backward_call(*make_mixer_letters_call(draw))
+
+
+def delta_letters_call(draw: random.Random) -> Call:
+    return make_delta_letters_call(draw)[0]
+
+
+def delta_letters_backward_call(draw: random.Random) -> Call:
+    return backward_call(*make_delta_letters_call(draw))
+
+
+def make_mixer_letters_call(draw: random.Random):
+    call, mixer = make_mixer_call(draw)
+    kind, by_rows = mixer_cpu.CompiledMixerOfLetters, lambda given: mixer_by_rows(mixer, by_token(given))
+    given = as_letters(call.arguments, mixer_cpu.TOKENS, draw)
+    return letters_call(given, call, kind, comparable, by_rows), kind, MIXER_LEAVES, by_rows
+
+
+def make_delta_letters_call(draw: random.Random):
+    call, mixer = make_delta_call(draw)
+    kind, by_rows = delta_cpu.CompiledDeltaOfLetters, lambda given: delta_by_rows(mixer, by_token(given))
+    given = as_letters(call.arguments, delta_cpu.TOKENS, draw)
+    return letters_call(given, call, kind, detached, by_rows), kind, DELTA_LEAVES, by_rows
+
+
+def as_letters(given: dict, names, draw: random.Random) -> dict:
+    """The arguments of an operator for letters, of which there may be more than tokens."""
+    batch, length = given["projected"].shape[:2]
+    letters = draw.choice([1, 3, 70])
+    changed = {name: x.new_empty(letters, *x.shape[2:]).normal_() for name in names if (x := given[name]) is not None}
+    index = torch.randint(letters, (batch, length))
+    values = list((given | changed).items())
+    end = 1 + max(place for place, name in enumerate(given) if name in SEQUENCES)
+    return dict([*values[:end], ("index", index), *values[end:]])  # options come after it
+
+
+def by_token(given: dict) -> dict:
+    """What the operator for tokens would be given."""
+    index = given["index"]
+    taken = {name: x[index] for name in mixer_cpu.TOKENS if (x := given.get(name)) is not None}
+    return given | taken
+
+
+def letters_call(given: dict, call: Call, kind: type, unpack, by_rows) -> Call:
+    operator = getattr(getattr(torch.ops, NAMESPACE), kind.name)
+    outputs = sum(name.startswith("grad_") for name in kind.for_gradient)
+    return Call(
+        given,
+        lambda given: unpack(operator(*given.values())[:outputs]),
+        lambda given: unpack(by_rows(plain(given))),
+        call.tolerance,
+    )
+
+
+def detached(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.detach() for x in outputs]
 
 
 # Mixers and models
@@ -373,6 +440,23 @@ def model_call(draw: random.Random) -> Call:
     return module_call(model, given, draw, dtype, lambda model, given: [model(**given).last_hidden_state])
 
 
+def policy_call(draw: random.Random) -> Call:
+    """A step after another one, which is a single call of the library for the whole policy."""
+    dtype = draw.choice([torch.float64, torch.float32])
+    sizes = draw.choice([{}, {"state_size": 16, "head_dim": 16, "hidden_size": 16}])
+    policy = build(Mamba3NPLRForBehaviorCloning, draw.choice(list(OPTIONS)), dtype, **sizes)
+    size = policy.config.observation_size
+    given = {"observation": torch.randn(draw.choice([(size,), (1, size), (3, size)]), dtype=dtype)}
+    first = torch.randn_like(given["observation"])
+
+    def unpack(policy, given: dict) -> list[torch.Tensor]:
+        policy.reset()
+        policy.select_action(first)
+        return [torch.as_tensor(policy.select_action(**given))]
+
+    return module_call(policy, given, draw, dtype, unpack)
+
+
 TARGETS = {
     "scan_cpu": scan_operator_call,
     "scan_cpu_backward": scan_backward_call,
@@ -380,7 +464,12 @@ TARGETS = {
     "mixer_cpu_backward": mixer_backward_call,
     "delta_cpu": delta_operator_call,
     "delta_cpu_backward": delta_backward_call,
+    "mixer_cpu_letters": mixer_letters_call,
+    "mixer_cpu_letters_backward": mixer_letters_backward_call,
+    "delta_cpu_letters": delta_letters_call,
+    "delta_cpu_letters_backward": delta_letters_backward_call,
     "scan()": scan_call,
     "mixers": mixer_call,
     "models": model_call,
+    "policies": policy_call,
 }

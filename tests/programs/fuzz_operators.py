@@ -32,7 +32,7 @@ def outcome(number: int, seed: int) -> tuple[str, str]:
     call = TARGETS[name](draw)
     right = draw.random() < 0.2
     count = 1 if right else draw.choice([1, 1, 1, 2, 3])
-    for at in draw.sample(list(call.arguments), count):
+    for at in draw.sample(list(call.arguments), min(count, len(call.arguments))):
         x = call.arguments[at]
         call.arguments[at] = harmless(x, draw) if right else spoil(x, draw, "_cpu" in name, count == 1)
     return name, judge(call, right)
