@@ -25,8 +25,8 @@ class Mamba3NPLRConfig(SequenceModelConfig):
             d_t I - beta_t k_t k_t' of the paper, or d_t (I - beta_t k_t k_t'), which never expands.
         injection (`"trapezoid"` or `"delta"`, defaults to `"trapezoid"`): How inputs enter the state; `"delta"` writes
             beta_t k_t u_t' in place of both trapezoid terms, and needs a reflection.
-        gate_form (`"smooth"` or `"exact"`, defaults to `"smooth"`): `"exact"` gates reach beta = 0, beta = 2 and
-            decay 1, which sigmoid and softplus only approach.
+        gate_form (`"smooth"` or `"exact"`, defaults to `"smooth"`): `"exact"` gates reach beta = 0, beta = 2,
+            decay 1 and an angle of 0, which sigmoid and softplus only approach, and tanh only crosses.
         initial_state (`"zero"` or `"learned"`, defaults to `"zero"`): Whether the first state is a parameter.
         decay_activation (`"softplus"` or `"heavy_tail"`, defaults to `"softplus"`): Activation of the decay rate;
             newer official releases of Mamba-3 use `"heavy_tail"`.

@@ -10,6 +10,7 @@ The Mamba-3 mixer with an input-dependent reflection.
 and with gate_form="exact"
 
     a_t     = relu(softplus(W_a x_t + b_a) - 0.05)  beta_t = clamp(2.2 sigmoid(w_beta x_t + b_beta) - 0.1, 0, 2)
+    omega_t = pi sign(t) relu(|t| - 0.1) / 0.9      t = tanh(W_omega x_t)
 
     h_t = d_t h_{t-1} - beta_t k_t (k_t' h_{t-1}) + lam_t dt_t B_t u_t' + (1 - lam_t) dt_t d_t B_{t-1} u_{t-1}'
     y_t = C_t' h_t + D u_t
@@ -273,11 +274,17 @@ class Mamba3Mixer(nn.Module):
             return F.relu(activation(A + self.A_bias) - NUMBERS.rate_shift)
         return activation(A).clamp(min=self.config.a_min)
 
+    def angular_speed(self, angle: torch.Tensor) -> torch.Tensor:
+        speed = torch.tanh(angle)
+        if self.config.gate_form == "exact":
+            speed = F.softshrink(speed, NUMBERS.angle_shift) / (1 - NUMBERS.angle_shift)
+        return math.pi * speed
+
     def rotation(self, dt, angle, state, mask, cu_seqlens):
         """Cosine and sine of Theta, (batch, length, heads, pairs) each, and the phase after the last tokens."""
         if not self.pairs:
             return None, state.phase
-        increment = dt[..., None] * (math.pi * torch.tanh(angle))[..., None, :]
+        increment = dt[..., None] * self.angular_speed(angle)[..., None, :]
         theta, phase = accumulate_phase(increment, state.phase, mask, cu_seqlens)
         return (theta.cos(), theta.sin()), phase
 

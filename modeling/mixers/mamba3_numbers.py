@@ -10,7 +10,9 @@ class MixerNumbers(NamedTuple):
     # With exact gates beta = clamp(beta_stretch sigmoid(x) - beta_shift, 0, beta_max), so that it reaches both ends,
     beta_stretch: float = 2.2
     beta_shift: float = 0.1
-    rate_shift: float = 0.05  # and a = relu(softplus(x) - rate_shift), so that it reaches 0.
+    rate_shift: float = 0.05  # a = relu(softplus(x) - rate_shift), so that it reaches 0,
+    # and omega = pi sign(t) relu(|t| - angle_shift) / (1 - angle_shift) with t = tanh(x), so that it reaches 0.
+    angle_shift: float = 0.1
     shortest_k: float = 1e-12  # k = x / max(|x|, shortest_k)
 
 

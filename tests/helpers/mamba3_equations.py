@@ -43,7 +43,10 @@ def equations(mixer, x):
             d = (-a * dt).exp()
             lam = torch.sigmoid(W["trap"][i] @ x_t)
             if config.use_rope:
-                theta = theta + dt * math.pi * torch.tanh(W["angle"] @ x_t)
+                speed = torch.tanh(W["angle"] @ x_t)
+                if config.gate_form == "exact":
+                    speed = speed.sign() * (speed.abs() - 0.1).clamp(min=0) / 0.9
+                theta = theta + dt * math.pi * speed
             C = rotate(rms(W["C"] @ x_t, mixer.C_norm.weight) + mixer.C_bias[i, 0], theta)
             u, z = W["x"][channels] @ x_t, W["z"][channels] @ x_t
             new = d * h

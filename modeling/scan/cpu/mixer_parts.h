@@ -24,7 +24,7 @@ struct Mixer {
     Layout layout;
     int64_t tokens, letters, width, heads, state, channels, pairs, threads, contractive, heavy_tail;
     double a_min, epsilon;
-    double beta_max, beta_stretch, beta_shift, rate_shift, shortest_k;  // see mixers/mamba3_numbers.py
+    double beta_max, beta_stretch, beta_shift, rate_shift, angle_shift, shortest_k;  // see mixers/mamba3_numbers.py
     const int64_t* index;
     const S *projected, *k, *beta;
     const T *dt_bias, *A_bias, *B_weight, *B_bias, *C_weight, *C_bias, *D, *norm_weight, *h0, *B0, *u0, *phase0;
@@ -112,6 +112,19 @@ class Gates {
         if (!a.A_bias) return most * slope;
         const V wide = stretch * gate - T(a.beta_shift);
         return wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope);
+    }
+    V angular_speed(V x) const {
+        const V tangent = hyperbolic_tangent(x);
+        if (!a.A_bias) return T(kPi) * tangent;
+        const T shift = T(a.angle_shift), scale = T(kPi / (1 - a.angle_shift));
+        return scale * (tangent > shift ? tangent - shift : (tangent < -shift ? tangent + shift : V{}));
+    }
+    V angular_speed_slope(V x) const {
+        const V tangent = hyperbolic_tangent(x), slope = T(kPi) * (T(1) - tangent * tangent);
+        if (!a.A_bias) return slope;
+        const T shift = T(a.angle_shift);
+        const V turns = tangent > shift ? all(T(1)) : (tangent < -shift ? all(T(1)) : V{});
+        return turns * slope / T(1 - a.angle_shift);
     }
 
   private:
@@ -248,6 +261,7 @@ class SharedSegment {
           grad_omega(memory, kSegment, omega.stride),
           a(mixer),
           columns(mixer),
+          gates(mixer),
           B_weight(memory.take(B.stride)),
           C_weight(memory.take(B.stride)) {
         if (a.B_weight) load(a.B_weight, a.state, B_weight);
@@ -262,7 +276,7 @@ class SharedSegment {
             normalise(from + columns.C, a.state, C_weight, a.epsilon, C[t]);
             load(from + columns.angle, a.pairs, omega[t]);
             for (int64_t i = 0; i < a.pairs; i += kLanes<T>)
-                vec(omega[t] + i) = T(kPi) * hyperbolic_tangent(vec(omega[t] + i));
+                vec(omega[t] + i) = gates.angular_speed(vec(omega[t] + i));
         }
     }
 
@@ -277,6 +291,7 @@ class SharedSegment {
   private:
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
+    const Gates<S, T> gates;
     T *B_weight, *C_weight;
 };
 

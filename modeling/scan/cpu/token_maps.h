@@ -56,7 +56,7 @@ struct TokenRow {
 template <typename S, typename T>
 class SharedMapsBack {
   public:
-    explicit SharedMapsBack(const Mixer<S, T>& mixer) : a(mixer), columns(mixer) {}
+    explicit SharedMapsBack(const Mixer<S, T>& mixer) : a(mixer), columns(mixer), gates(mixer) {}
 
     void operator()(int64_t source, const T* grad, double* norm_sums) const {
         const S* x = a.projected + source * a.width;
@@ -70,8 +70,7 @@ class SharedMapsBack {
     void angles_back(const S* x, const T* grad, S* to) const {
         const int64_t angles = a.width - columns.angle;  // there even if none is turned by them
         for (int64_t j = 0; j < angles; j += kLanes<T>) {
-            const Vector<T> tangent = hyperbolic_tangent(read_vector<T>(x + j, angles - j));
-            const Vector<T> slope = T(kPi) * (T(1) - tangent * tangent);
+            const Vector<T> slope = gates.angular_speed_slope(read_vector<T>(x + j, angles - j));
             write_vector<T>(slope * read_vector<T>(grad + j, a.pairs - j), to + j, angles - j);
         }
     }
@@ -99,6 +98,7 @@ class SharedMapsBack {
 
     const Mixer<S, T>& a;
     const Columns<S, T> columns;
+    const Gates<S, T> gates;
 };
 
 template <typename S, typename T, int64_t N, int64_t P>
@@ -133,7 +133,7 @@ class TokenMaps {
         if (a.B_weight) normalise(from + columns.B, n, B_weight, a.epsilon, to.B);
         normalise(from + columns.C, n, C_weight, a.epsilon, to.C);
         for (int64_t j = 0; j < m; j += L)
-            vec(to.omega + j) = T(kPi) * hyperbolic_tangent(read_vector<T>(from + columns.angle + j, m - j));
+            vec(to.omega + j) = gates.angular_speed(read_vector<T>(from + columns.angle + j, m - j));
     }
 
     // What the token after it needs.

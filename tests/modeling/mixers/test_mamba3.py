@@ -98,6 +98,8 @@ def test_exact_gates_reach_their_ends():
     _, beta, _ = mixer.reflection(mixer.k_proj(x), mixer.beta_proj(x), torch.zeros(1), None)
     assert beta.min() == 0 and beta.max() == 2
     assert mixer.decay_rate(torch.full((6,), -20.0)).max() == 0
+    speed = mixer.angular_speed(torch.tensor([-30.0, -0.1, 0.0, 0.1, 30.0], dtype=torch.float64))
+    assert speed.tolist() == [-math.pi, 0, 0, 0, math.pi]
 
 
 def test_the_phase_loses_no_digits_over_long_sequences():

@@ -266,7 +266,9 @@ def test_compiled_code_has_no_numbers_of_its_own_in_the_gates(option, monkeypatc
     x, state = torch.randn(2, 37, 12, dtype=torch.float64), random_state(mixer, 2)
     expected = run(mixer, x, state, "cpu")
     # Between the lengths of the k here, and far from what else there is.
-    others = MixerNumbers(beta_max=1.1, beta_stretch=1.7, beta_shift=0.4, rate_shift=0.6, shortest_k=2.5)
+    others = MixerNumbers(
+        beta_max=1.1, beta_stretch=1.7, beta_shift=0.4, rate_shift=0.6, angle_shift=0.3, shortest_k=2.5
+    )
     for module in (mamba3, mamba3_cpu):
         monkeypatch.setattr(module, "NUMBERS", others)
     found = run(mixer, x, state, "cpu")
@@ -360,7 +362,8 @@ static void fuzz(int64_t n, int64_t p, int64_t m, std::vector<int64_t> lengths, 
     a.layout = {rows, 0, bounds.data(), order.data()};
     a.width = 2 * H * p + 2 * n + 3 * H + m, a.heads = H, a.state = n, a.channels = p, a.pairs = m;
     a.threads = threads, a.a_min = 1e-4, a.epsilon = 1e-5;
-    a.beta_max = 2, a.beta_stretch = 2.2, a.beta_shift = 0.1, a.rate_shift = 0.05, a.shortest_k = 1e-12;
+    a.beta_max = 2, a.beta_stretch = 2.2, a.beta_shift = 0.1, a.rate_shift = 0.05, a.angle_shift = 0.1;
+    a.shortest_k = 1e-12;
     std::vector<std::vector<T>> memory;
     std::vector<std::vector<S>> stored;
     const auto make = [&](int64_t size) { return memory.emplace_back(size, T(0.1)).data(); };
