@@ -106,6 +106,7 @@ results/costs.json: setup
 FIGURES := words swaps jitter z5
 
 results: setup
+	$(RUN) results/kept.py
 	$(RUN) results/page.py results/README.md
 	$(RUN) results/figures.py $(FIGURES:%=results/%.png)
 	$(RUN) -m mamba3_nplr.training.comparison results/main.json docs/comparison.png

@@ -12,6 +12,7 @@ import tables
 from cells import Cells, Place, markdown, read_costs
 from claims import CLAIMS
 from files import files_table, origin
+from kept import CONFIGURATION, kept_runs, mean_figure
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from paper import ABOVE, BELOW, CONDITIONS, PAPER_NAMES, Paper
 from records import Records, read_records
@@ -53,6 +54,10 @@ DATA = {
     "shell_curriculum": "as `shell`",
     "shell_jitter": "as `shell`",
 }
+
+MODELS = """\
+Weights and configurations of the best and the worst seed, by the mean over all test sets; after `import mamba3_nplr`
+they load as any other, such as by `AutoModelForSequenceClassification.from_pretrained("checkpoints/...")`."""
 
 COMMANDS = """\
 ```bash
@@ -194,6 +199,7 @@ def make_page() -> str:
         "What is there and what is open": coverage(cells),
         "Commands": COMMANDS,
         "The runs": runs_section(records),
+        "Trained models": models_section(records),
         "The files of this folder": files_table(),
     }
     processor = origin("costs.json").partition(",")[0]
@@ -234,6 +240,16 @@ def runs_section(records: Records) -> str:
     if records.left_out:
         text += f" Left out, for other mathematics made them: {', '.join(records.left_out)}."
     return f"{text}\n\n{runs_table(records)}"
+
+
+def models_section(records: Records) -> str:
+    """The models that are kept, and those that would be."""
+    rows = []
+    for name, (run, which) in kept_runs(records).items():
+        there = (HERE.parent / "checkpoints" / name / CONFIGURATION).exists()
+        place = f"[{name}](../checkpoints/{name})" if there else f"{name}: not kept"
+        rows.append([place, which, f"{100 * mean_figure(run):.2f}"])
+    return f"{MODELS}\n\n{markdown(['model', 'which', 'mean over test sets'], rows)}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,12 +13,16 @@ import sys
 from importlib.metadata import version
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
+from helpers.model_cases import build
 from helpers.places import ROOT
+from mamba3_nplr import Mamba3NPLRForSequenceClassification
 from mamba3_nplr.training.record import MATHEMATICS
 
 RESULTS = ROOT / "results"
-MODULES = ("cells", "claims", "figures", "files", "page", "paper", "records", "tables")
+MODULES = ("cells", "claims", "figures", "files", "kept", "page", "paper", "records", "tables")
 PICTURES = ("words.png", "swaps.png", "jitter.png", "z5.png")
 
 
@@ -255,3 +259,55 @@ def test_every_model_looks_the_same_everywhere_and_unlike_the_others(program):
 def test_remarks_are_of_runs(program):
     names = program("page").read_remarks(RESULTS / "remarks.md")
     assert names and all(tuple(name.split("-")) in program("tables").PAPER_RUNS for name in names)
+
+
+def train(place, trained, seed, figures):
+    """A record of a run, and the folder that its training has left."""
+    add_run(place, "z5", "nplr", seed, figures)
+    name = f"z5-nplr-seed{seed}"
+    model = build(Mamba3NPLRForSequenceClassification)
+    model.save_pretrained(trained / name)
+    shutil.copy(place / "runs" / f"{name}.json", trained / name / "results.json")
+    return model
+
+
+def test_models_of_the_best_and_the_worst_seed_are_kept(program, place, tmp_path, monkeypatch):
+    kept, trained, checkpoints = program("kept"), tmp_path / "trained", tmp_path / "checkpoints"
+    monkeypatch.setattr(kept, "is_whole", lambda folder: True)
+
+    def keep():
+        kept.keep(program("records").read_records(place / "runs"), trained, checkpoints)
+        return sorted(path.name for path in checkpoints.iterdir())
+
+    model = train(place, trained, 1, words(100, 50))
+    assert keep() == ["z5-nplr-seed1"]
+    first = checkpoints / "z5-nplr-seed1"
+    assert sorted(path.name for path in first.iterdir()) == ["config.json", "model.safetensors"]
+    assert "auto_map" not in (first / "config.json").read_text()
+    loaded = AutoModelForSequenceClassification.from_pretrained(first, dtype=torch.float64)
+    ids = torch.arange(10)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+    train(place, trained, 0, words(100, 40))
+    assert keep() == ["z5-nplr-seed0", "z5-nplr-seed1"]
+    train(place, trained, 2, words(100, 45))  # between them
+    assert keep() == ["z5-nplr-seed0", "z5-nplr-seed1"]
+    train(place, trained, 3, words(100, 60))
+    assert keep() == ["z5-nplr-seed0", "z5-nplr-seed3"]
+    shutil.rmtree(trained)
+    assert keep() == ["z5-nplr-seed0", "z5-nplr-seed3"]  # trained elsewhere, they stay
+    train(place, trained, 4, words(100, 70))
+    add_run(place, "z5", "nplr", 4, words(100, 80))  # by other code
+    assert keep() == ["z5-nplr-seed0"]
+
+
+def test_which_models_are_kept(program):
+    kept = program("kept")
+
+    def runs(*figures):
+        names = [{"name": f"seed{seed}", "metric": "m", "results": {"a": {"m": x}}} for seed, x in enumerate(figures)]
+        return kept.ends(names)
+
+    assert runs(0.5) == {"seed0": "the only seed"}
+    assert runs(0.5, 0.7, 0.2) == {"seed1": "best of 3 seeds", "seed2": "worst of 3 seeds"}
+    assert runs(0.5, 0.5) == {"seed0": "one of 2 seeds, all alike"}

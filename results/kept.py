@@ -1,0 +1,88 @@
+"""
+Keeps the trained models of the best and the worst seed of each task, small: weights and configuration, without the
+code, which the package has.
+
+    python results/kept.py [--trained runs/paper] [--checkpoints checkpoints]
+
+A model is then in `checkpoints/TASK-MODEL-seedSEED`, from where it loads as any other. Those of the paper's main models
+are kept, and removed when another seed turns out better or worse. What is not in the folder of trainings stays as it
+is.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+from mamba3_nplr.modeling.hub.atomic_files import write_atomically
+from mamba3_nplr.training import record
+from mamba3_nplr.training.checkpoints import is_whole
+from records import Records, read_records
+
+HERE = Path(__file__).resolve().parent
+CHECKPOINTS = HERE.parent / "checkpoints"
+MODELS = ("mamba3", "nplr", "nplr_norope")
+WEIGHTS, CONFIGURATION = "model.safetensors", "config.json"
+OF_CODE = ("auto_map", "custom_pipelines")  # in a configuration: where its code lies
+
+
+def ends(runs: list[dict]) -> dict[str, str]:
+    """The names of the best and of the worst run, the first of equals, and which of them they are."""
+    if len(runs) == 1:
+        return {runs[0]["name"]: "the only seed"}
+    best, worst = max(runs, key=mean_figure)["name"], min(runs, key=mean_figure)["name"]
+    which = f"of {len(runs)} seeds"
+    return {best: f"best {which}", worst: f"worst {which}"} if best != worst else {best: f"one {which}, all alike"}
+
+
+def mean_figure(run: dict) -> float:
+    """The main metric, from 0 to 1, over all test sets."""
+    return statistics.mean(results[run["metric"]] for results in run["results"].values())
+
+
+def kept_runs(records: Records) -> dict[str, tuple[dict, str]]:
+    """Those to keep by their names, and which of their seeds they are."""
+    found = {}
+    for (_, model), runs in sorted(records.runs.items()):
+        which = ends(runs) if model in MODELS else {}
+        found |= {run["name"]: (run, which[run["name"]]) for run in runs if run["name"] in which}
+    return found
+
+
+def keep(records: Records, trained: Path, checkpoints: Path) -> None:
+    wanted = kept_runs(records)
+    for runs in records.runs.values():
+        for run in runs:
+            if run["name"] not in wanted:
+                shutil.rmtree(checkpoints / run["name"], ignore_errors=True)
+            elif is_training_of(run, trained / run["name"]):
+                copy_model(trained / run["name"], checkpoints / run["name"])
+
+
+def is_training_of(run: dict, folder: Path) -> bool:
+    """Whether a folder is whole, and that of this record: the same seed may have been trained by other code."""
+    if not folder.is_dir() or not is_whole(folder):
+        return False
+    return json.loads((folder / record.RESULTS).read_text(encoding="utf-8")) | {"name": run["name"]} == run
+
+
+def copy_model(source: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    configuration = json.loads((source / CONFIGURATION).read_text(encoding="utf-8"))
+    text = json.dumps({name: x for name, x in configuration.items() if name not in OF_CODE}, indent=2) + "\n"
+    weights = (source / WEIGHTS).read_bytes()
+    write_atomically(target / WEIGHTS, lambda part: part.write_bytes(weights))
+    write_atomically(target / CONFIGURATION, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Keeps the models of the best and the worst seeds.")
+    parser.add_argument("--trained", type=Path, default=Path("runs/paper"), help="(default: %(default)s)")
+    parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="(default: checkpoints)")
+    given = parser.parse_args(arguments)
+    keep(read_records(HERE / "runs"), given.trained, given.checkpoints)
+
+
+if __name__ == "__main__":
+    main()
