@@ -92,8 +92,8 @@ class Mamba3NPLRConfig(SequenceModelConfig):
 
     @property
     def action_head_size(self) -> int:
-        # As in the paper: as wide as an observation, so that the first numbers are the action.
-        return max(self.observation_size, self.action_size)
+        # As in the paper: as wide as an observation, so that the first numbers are the action. A picture has too many.
+        return self.action_size if self.input_type == "pixels" else max(self.observation_size, self.action_size)
 
 
 __all__ = ["Mamba3NPLRConfig"]

@@ -69,9 +69,12 @@ class SequenceModelConfig(PreTrainedConfig):
     Args:
         vocab_size (`int`, defaults to 128): Number of tokens, when `input_type` is `"tokens"`.
         num_hidden_layers (`int`, defaults to 1): Number of blocks.
-        input_type (`"tokens"`, `"observations"` or `"embeddings"`, defaults to `"tokens"`): What the model reads:
-            token ids, continuous observations, or only `inputs_embeds`. Behaviour cloning always reads observations.
+        input_type (`"tokens"`, `"observations"`, `"pixels"` or `"embeddings"`, defaults to `"tokens"`): What the model
+            reads: token ids, continuous observations, observations that are the bytes of a picture, or only
+            `inputs_embeds`. Behaviour cloning always reads observations, of pixels or not.
         observation_size (`int`, defaults to 16): Numbers in an observation.
+        pixel_shape (`list[int]`, *optional*): Channels, height and width of a picture, when `input_type` is
+            `"pixels"`; their product is `observation_size`.
         action_size (`int`, defaults to 2): Numbers in an action.
         cue_weight (`float`, defaults to 1): Weight in the behaviour-cloning loss of the frames with a cue on: those
             whose last observed number is above one half. At 1 nothing is a cue, and all frames count equally.
@@ -109,8 +112,9 @@ class SequenceModelConfig(PreTrainedConfig):
 
     vocab_size: int = 128
     num_hidden_layers: int = 1
-    input_type: Literal["tokens", "observations", "embeddings"] = "tokens"
+    input_type: Literal["tokens", "observations", "pixels", "embeddings"] = "tokens"
     observation_size: int = 16
+    pixel_shape: list[int] | None = None
     action_size: int = 2
     cue_weight: float | int = 1.0
     episode_loss: bool = False
@@ -175,6 +179,17 @@ class SequenceModelConfig(PreTrainedConfig):
             for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
                 token = getattr(self, name)
                 self._require(token is None or token in tokens, name, f"None, or a token of the vocabulary: {tokens}")
+        if self.input_type == "pixels":
+            shape = self.pixel_shape or []
+            self._require(
+                len(shape) == 3 and min(shape) > 0 and shape[1] % 8 == 0 and shape[2] % 8 == 0,
+                "pixel_shape",
+                "channels, height and width of the pictures, the latter two multiples of 8",
+            )
+            size = shape[0] * shape[1] * shape[2]
+            self._require(
+                self.observation_size == size, "observation_size", f"{size}, the numbers in pixel_shape={shape}"
+            )
         names = self.token_names or []
         self._require(
             len(set(names)) == len(names) <= self.vocab_size and not any(len(x.split()) != 1 for x in names),

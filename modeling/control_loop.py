@@ -79,8 +79,9 @@ class ControlLoopMixin:
     def select_action(self, observation) -> torch.Tensor | np.ndarray:
         """
         The action for the next observation of an episode, (observation_size,), or for several environments at once,
-        (batch, observation_size). A refused observation changes no state, nor does one, or a state, so large that the
-        action would not be finite.
+        (batch, observation_size); a policy that reads pixels also takes pictures as they are, (channels, height, width)
+        or a batch of them. A refused observation changes no state, nor does one, or a state, so large that the action
+        would not be finite.
 
         A NumPy array gives an array, a tensor a tensor on its device, both in the floating dtype of the observation.
         For whole numbers, lists and whatever else converts to a tensor, the action has the dtype of the policy (in
@@ -109,7 +110,7 @@ class ControlLoopMixin:
         given = np.array(observation) if is_array else observation
         # Offloaded weights are on the meta device between calls; what fetches them moves the inputs too.
         device = "cpu" if weight.is_meta else weight.device
-        frames = as_numbers("observation", given, dtype=weight.dtype, device=device)
+        frames = self.model.flat_observations(as_numbers("observation", given, dtype=weight.dtype, device=device))
         size = self.config.observation_size
         if frames.dim() not in (1, 2) or frames.shape[-1] != size:
             raise ValueError(f"observation has shape {tuple(frames.shape)}; it must be ({size},) or (batch, {size}).")

@@ -23,7 +23,12 @@ from .families import FAMILIES, HEADS, load, own_name
 from .recurrent_cache import LayerStates
 
 SEQUENCE_FILE, STEP_FILE, STATE_FILE = "sequence.onnx", "step.onnx", "initial_state.npz"
-INPUTS = {"tokens": "input_ids", "observations": "observations", "embeddings": "inputs_embeds"}
+INPUTS = {
+    "tokens": "input_ids",
+    "observations": "observations",
+    "pixels": "observations",
+    "embeddings": "inputs_embeds",
+}
 # What a graph is traced with. Sizes of 0 and 1 would be taken for fixed.
 BATCH, LENGTH = 2, 3
 

@@ -273,7 +273,7 @@ class BehaviorCloningMixin(ControlLoopMixin, HeadMixin):
     head_name, output_name = "action_head", "actions"
 
     def __init__(self, config):
-        if config.input_type != "observations":
+        if config.input_type not in ("observations", "pixels"):
             # A copy: the caller may build a model of another kind from the same configuration.
             config = copy.deepcopy(config)
             config.input_type = "observations"

@@ -119,7 +119,7 @@ def check_observations(observations: torch.Tensor, size: int, mask: torch.Tensor
         raise ValueError(
             f"observations have shape {tuple(observations.shape)}; they must be (batch, time, observation_size={size})."
         )
-    if not can_look_into(observations):
+    if not observations.is_floating_point() or not can_look_into(observations):
         return
     finite = observations.isfinite().all(-1)
     finite = finite if mask is None else finite | ~mask

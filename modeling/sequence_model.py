@@ -24,6 +24,7 @@ from .model_inputs import (
     refuse_unknown_keywords,
     take_packing,
 )
+from .pixel_encoder import PixelEncoder
 from .recurrent_cache import LayerStates, check_cache, read_state, write_state
 
 
@@ -122,7 +123,7 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Conv1d):
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
             init.kaiming_uniform_(module.weight, a=math.sqrt(5))
         elif isinstance(module, nn.Embedding):
             # As a linear map of one-hot tokens.
@@ -154,6 +155,9 @@ class SequenceModel(SequencePreTrainedModel):
                 config.observation_size, config.hidden_size, bias=config.projection_bias
             )
             self._input_embed_layer = "embed_observations"
+        elif config.input_type == "pixels":
+            self.embed_observations = PixelEncoder(config)
+            self._input_embed_layer = "embed_observations"
         self.layers = nn.ModuleList([self.block_class(config, index) for index in range(config.num_hidden_layers)])
         self.norm = make_norm(config)
         self.set_up(config)
@@ -179,7 +183,8 @@ class SequenceModel(SequencePreTrainedModel):
         """
         Args:
             input_ids (batch, length), inputs_embeds (batch, length, hidden_size) or observations (batch, length,
-                observation_size): Exactly one of them.
+                observation_size): Exactly one of them. Pictures are bytes, or the same as floating numbers, 0 to 255;
+                they may also be (batch, length, channels, height, width).
             attention_mask, position_ids, cu_seqlens: See `find_sequences`. Padding, wherever it stands, changes nothing
                 and reads as 0; an all-padding row leaves its state as it was.
             past_key_values: State after the tokens before these, read and updated; with `cu_seqlens`, of each sequence.
@@ -193,6 +198,8 @@ class SequenceModel(SequencePreTrainedModel):
             names = ", ".join(given) or "none"
             raise ValueError(f"Exactly one of input_ids, inputs_embeds and observations is needed; given: {names}.")
         [(name, values)] = given.items()
+        if name == "observations":
+            values = self.flat_observations(values)
         if values.dim() < 2:
             raise ValueError(f"{name} have shape {tuple(values.shape)}; they must be (batch, length) or more.")
         batch, length = values.shape[:2]
@@ -227,10 +234,10 @@ class SequenceModel(SequencePreTrainedModel):
 
     def embed(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """The input of the first block, (batch, length, hidden_size), 0 at padding whatever stands there."""
-        wanted = {"input_ids": "tokens", "observations": "observations"}.get(name, self.config.input_type)
-        if wanted != self.config.input_type:
+        wanted = {"input_ids": ("tokens",), "observations": ("observations", "pixels")}.get(name)
+        if wanted is not None and self.config.input_type not in wanted:
             raise ValueError(
-                f"{name} need input_type={wanted!r}; this model has input_type={self.config.input_type!r}."
+                f"{name} need input_type={wanted[0]!r}; this model has input_type={self.config.input_type!r}."
             )
         if name == "input_ids":
             check_tokens(values, self.config.vocab_size)
@@ -243,6 +250,12 @@ class SequenceModel(SequencePreTrainedModel):
             # Before the map of observations: what is not a number there would reach the gradient of its weight.
             values = values.masked_fill(~mask[..., None], 0.0)
         return self.embed_observations(values) if name == "observations" else values
+
+    def flat_observations(self, observations: torch.Tensor) -> torch.Tensor:
+        """Observations (..., observation_size), which pictures (..., channels, height, width) may be given for."""
+        if self.config.input_type == "pixels" and list(observations.shape[-3:]) == self.config.pixel_shape:
+            return observations.flatten(-3)
+        return observations
 
     def find_letters(self, name: str, values: torch.Tensor, mask: torch.Tensor | None) -> Letters | None:
         """What the first block may take in place of each token by itself."""
