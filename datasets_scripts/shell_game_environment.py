@@ -18,13 +18,12 @@ from gymnasium.vector.utils import batch_space
 
 from .shell_game import ShellGame
 from .shell_game_episodes import ACTION_SIZE, CUE, CUPS, OBSERVATION_SIZE, Y
-from .shell_game_pictures import draw_frames
+from .shell_game_pictures import PIXELS, draw_frames, draw_pixels
 from .shell_game_table import Ending, Table, TableWithHand
 from .shell_hand import ShellHand
 from .task import check_at_least, check_choice
 
 OBSERVATIONS, SPLITS = ("numbers", "pixels"), ("train", "validation", "test")
-PIXELS = (32, 64)
 PICTURE = (240, 480)
 FRAMES_PER_SECOND = 25
 SEEDS = 2**32  # episodes of a stream that can be asked for
@@ -63,7 +62,7 @@ class Game:
         self.observation = observation
         self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
         if observation == "pixels":
-            self.observation_space = spaces.Box(0, 255, (3, *PIXELS), np.uint8)
+            self.observation_space = spaces.Box(0, 255, PIXELS, np.uint8)
         else:
             self.observation_space = spaces.Box(*limits(with_hand), dtype=np.float32)
 
@@ -71,7 +70,7 @@ class Game:
         numbers = self.table.observe()
         if self.observation == "numbers":
             return numbers
-        return np.ascontiguousarray(draw_frames(numbers, *PIXELS).transpose(0, 3, 1, 2))
+        return draw_pixels(numbers)
 
     def pictures(self) -> np.ndarray:
         """For people: with a mark at the last action, and the ball at the end."""

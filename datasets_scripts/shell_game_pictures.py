@@ -17,8 +17,9 @@ LAMP = 0.1
 ARM = 0.2
 WALL_COLOR, TABLE_COLOR = (236, 238, 242), (193, 158, 118)
 CUP_COLOR, LIP_COLOR, BALL_COLOR = (178, 62, 46), (122, 38, 30), (250, 214, 66)
-LAMP_OFF, LAMP_ON = (76, 80, 88), (52, 200, 96)
+LAMP_OFF, LAMP_ON = (72, 72, 0), (52, 200, 96)  # the last number of a picture, a blue, is 0 without the cue
 HAND_COLOR, MARK_COLOR = (236, 186, 156), (40, 90, 200)
+PIXELS = (3, 32, 64)  # channels, height and width of the pictures that policies read
 PIXELS_AT_ONCE = 2**16  # more of them, as floats, would not fit into the caches of a processor
 
 
@@ -48,12 +49,15 @@ def draw_frames(
     return frames
 
 
+def draw_pixels(observations: np.ndarray) -> np.ndarray:
+    """What a policy that reads pixels sees of observations (rows, 16 or 18): bytes (rows, 3, 32, 64)."""
+    return np.ascontiguousarray(draw_frames(observations, *PIXELS[1:]).transpose(0, 3, 1, 2))
+
+
 def draw_some(
     observations: np.ndarray, height: int, width: int, reach: np.ndarray, ball_slot: np.ndarray
 ) -> np.ndarray:
     canvas = Canvas(len(observations), height, width)
-    canvas.paint(canvas.edge(canvas.y - (TOP - LAMP)), LAMP_OFF)
-    canvas.paint(canvas.edge(canvas.y - (TOP - LAMP)) * observations[:, -1, None, None], LAMP_ON)
     cups, lips = 0.0, 0.0
     for x, y in zip(observations[:, X:Y].T, observations[:, Y : Y + CUPS].T, strict=True):
         up, aside = canvas.y - y[:, None, None], np.abs(canvas.x - x[:, None, None])
@@ -69,6 +73,10 @@ def draw_some(
         x, y = observations[:, CUE], observations[:, CUE + 1] + CUP_HEIGHT / 2
         arm = canvas.edge(ARM - np.abs(canvas.x - x[:, None, None])) * canvas.edge(y[:, None, None] - canvas.y)
         canvas.paint(np.maximum(canvas.disc(x, y, COVER), arm), HAND_COLOR)
+    # Over all else: the last pixel tells the cue.
+    lamp = canvas.edge(TOP - HEIGHT + LAMP - canvas.y)
+    canvas.paint(lamp, LAMP_OFF)
+    canvas.paint(lamp * observations[:, -1, None, None], LAMP_ON)
     row = np.nonzero(ball_slot >= 0)[0]
     canvas.paint(canvas.ball(ball_slot[row]), BALL_COLOR, row)
     row = np.nonzero(np.isfinite(reach))[0]

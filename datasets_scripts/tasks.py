@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 
 from .shell_game import ShellGame
 from .shell_hand import ShellHand
+from .shell_pixels import ShellPixels
 from .task import Task
 from .words import GroupWords
 
@@ -19,9 +20,10 @@ TASKS: dict[str, Task] = {
     # Packed: padding to the longest episode of a batch would cost a quarter more.
     "shell_jitter": ShellGame(jitter=True, packed=True, test_size=1024),
     "shell_hand": ShellHand(),
+    "shell_pixels": ShellPixels(),
 }
-# Those whose dataset would be that of another: they differ from it only in how training draws its batches.
-UNPUBLISHED = ("shell_curriculum",)
+# Those whose dataset would be that of another: they differ from it only in how training makes its batches.
+UNPUBLISHED = ("shell_curriculum", "shell_pixels")
 
 
 def make_task(name: str, **settings) -> Task:

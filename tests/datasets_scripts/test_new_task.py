@@ -285,7 +285,7 @@ def test_what_a_task_lacks_is_named(kind):
 
 
 OWN = {"words", "groups", "shell_game", "shell_game_episodes", "shell_hand"}
-OWN |= {"shell_game_table", "shell_game_pictures", "shell_game_environment"}
+OWN |= {"shell_game_table", "shell_game_pictures", "shell_game_environment", "shell_pixels"}
 
 
 def imported(path):

@@ -73,7 +73,10 @@ def test_the_cue_is_seen(size):
     on = AT_REST.copy()
     on[15] = 1
     for observation, color in ((AT_REST, LAMP_OFF), (on, LAMP_ON)):
-        assert near(draw_frames(observation[None], *size)[0, 0], color).all()
+        frame = draw_frames(observation[None], *size)[0]
+        assert near(frame[-1], color).all()
+        # By the order of channels, rows and columns, the last number is where the loss looks for the cue.
+        assert (frame.transpose(2, 0, 1).ravel()[-1] > 0.5) == bool(observation[15])
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -17,6 +17,7 @@ TASKS = {
     "shell": {"test_windows": (1, 3), "test_size": 60},
     "shell_jitter": {"test_windows": (1, 3), "test_size": 60},
     "shell_hand": {"test_windows": (1, 3), "test_size": 60},
+    "shell_pixels": {"test_windows": (1, 3), "test_size": 60},
 }
 HAND = [*TINY, "--task=shell_hand", "--task.windows=2", "--task.max_swaps=2", "--task.test_size=8"]
 HAND += ["--task.test_windows=[1,3]"]
@@ -30,7 +31,7 @@ def make(name, **settings):
     return task, policy
 
 
-@pytest.mark.parametrize("name", ["shell", "shell_jitter"])
+@pytest.mark.parametrize("name", ["shell", "shell_jitter", "shell_pixels"])
 def test_acting_succeeds_where_the_offline_evaluation_does(name):
     task, policy = make(name)
     offline = evaluate_double(policy, task)
@@ -125,8 +126,13 @@ def test_the_policy_is_left_as_it_was():
     for training in (True, False):
         policy.train(training)
         policy.select_action(np.zeros((2, 16)))
+        modes = []
+        policy.select_action = lambda x, modes=modes: (
+            modes.append(policy.training) or type(policy).select_action(policy, x)
+        )
         roll_out(policy, task, ["test_1"], 3)
-        assert policy.training is training and policy.policy_states is None
+        del policy.select_action
+        assert policy.training is training and policy.policy_states is None and not any(modes) and modes
 
 
 @pytest.fixture(scope="module")
