@@ -123,8 +123,12 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
+        if isinstance(module, nn.Linear | nn.Conv1d):
             init.kaiming_uniform_(module.weight, a=math.sqrt(5))
+        elif isinstance(module, nn.Conv2d):
+            # What pictures differ in must not fade from one convolution to the next, down to what the norm of the first
+            # block adds to a variance.
+            init.kaiming_normal_(module.weight, nonlinearity="relu")
         elif isinstance(module, nn.Embedding):
             # As a linear map of one-hot tokens.
             bound = 1 / math.sqrt(module.num_embeddings)

@@ -40,3 +40,14 @@ def test_the_cue_weighs_as_with_numbers():
     policy = Mamba3NPLRForBehaviorCloning(Mamba3NPLRConfig(**task.model_fields))
     assert policy.config.cue_weight == TASKS["shell"].model_fields["cue_weight"] == 20
     assert policy(**task.batch(0, 0)).loss.isfinite()
+
+
+@torch.no_grad()
+def test_a_new_model_tells_frames_apart():
+    """What they differ in is far above the number that the first norm adds to a variance."""
+    torch.manual_seed(0)
+    task = make_task("shell_pixels", batch_size=4)
+    policy = Mamba3NPLRForBehaviorCloning(Mamba3NPLRConfig(**task.model_fields))
+    hidden_states = policy.model.embed_observations(task.batch(0, 0)["observations"]).flatten(0, 1)
+    differences = hidden_states - hidden_states.mean(0)
+    assert differences.var() > 10 * policy.config.norm_eps
