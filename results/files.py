@@ -23,6 +23,7 @@ FILES = {
     "cpu.json": ("make results/cpu.json", "the block on a processor with each scan; with `docs/cpu.png`"),
     "models.json": ("make results/models.json", "a training step of each model"),
     "trainer.json": ("make results/trainer.json", "the training program beside a bare loop"),
+    "instructions.json": ("make results/instructions.json", "instructions of the compiled mixer, counted"),
     "step.json": ("make results/step.json", "a step of a whole policy in a control loop"),
     "busy.json": ("make results/busy.json", "a training step beside other work"),
     "data.json": ("make results/data.json", "batches beside training steps, and the reader of columns"),

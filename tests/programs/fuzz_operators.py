@@ -101,10 +101,10 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         counts, faults = make_calls(options.calls, options.seed, sanitized_environment(folder))
     ends = ("right", "refused", "FAULT")
-    print(f"{'':24}{''.join(f'{end:>10}' for end in ends)}")
+    print(f"{'':28}{''.join(f'{end:>10}' for end in ends)}")
     for name in (*TARGETS, "all"):
         number = [sum(counts[x, end] for x in TARGETS if name in (x, "all")) for end in ends]
-        print(f"{name:24}{''.join(f'{n:>10}' for n in number)}")
+        print(f"{name:28}{''.join(f'{n:>10}' for n in number)}")
     print(*faults, sep="\n", file=sys.stderr)
     sys.exit(bool(faults))
 
