@@ -50,6 +50,8 @@ class GroupWords(PrefixClassification):
         inputs: "elements" draws letters from the whole group, "generators" from its generators only.
         length: Length of the words, in training at the end of the curriculum.
         start_length: Length at the start of a curriculum that grows to `length`; None for none.
+        growth: How it grows. "linear" adds letters evenly; "geometric" multiplies, so that words stay short for longer,
+            and shorter words are more in a batch, which holds about as many letters at any time.
         test_lengths: Lengths of the test sets; None for `length` and 2, 4, 8, 16 and 32 times that.
         test_size: Words in each test set.
     """
@@ -61,6 +63,7 @@ class GroupWords(PrefixClassification):
     inputs: str = "generators"
     length: int = 64
     start_length: int | None = None
+    growth: str = "linear"
     test_lengths: tuple[int, ...] | None = None
     test_size: int = 512
 
@@ -69,6 +72,7 @@ class GroupWords(PrefixClassification):
         if not isinstance(self.group, str):
             raise ValueError(f"group={self.group!r} is not allowed: it must be a name like s5.")
         check_choice("inputs", self.inputs, ("elements", "generators"))
+        check_choice("growth", self.growth, ("linear", "geometric"))
         for name in ("length", "test_size"):
             check_at_least(name, getattr(self, name), 1)
         if self.start_length is not None:
@@ -114,11 +118,15 @@ class GroupWords(PrefixClassification):
         """Length of the words at a step: with a curriculum it grows over the first part of training."""
         if self.start_length is None:
             return self.length
+        if self.growth == "geometric":
+            return round(self.start_length * (self.length / self.start_length) ** self.progress(step))
         return self.start_length + int((self.length - self.start_length) * self.progress(step))
 
     def arrays(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, np.ndarray]:
-        first, rows = split_rows(self.batch_size, rank, world_size)
-        return self.draw("train", seed, step, first, rows, self.training_length(step))
+        length = self.training_length(step)
+        times = self.length // length if self.growth == "geometric" else 1
+        first, rows = split_rows(self.batch_size * times, rank, world_size)
+        return self.draw("train", seed, step, first, rows, length)
 
     def draw(self, purpose: str, seed: int, step: int, first_row: int, rows: int, length: int) -> dict[str, np.ndarray]:
         random = CounterRandom(f"{self.key}/{purpose}", seed, step, first_row, rows, length)

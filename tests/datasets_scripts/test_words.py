@@ -105,7 +105,8 @@ def test_letters_are_uniform_and_independent():
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_batches_do_not_depend_on_the_number_of_processes(world_size):
-    for task in (make_task("s5_generators"), make_task("shell"), make_task("shell_jitter")):
+    geometric = make_task("s5_generators", start_length=3, growth="geometric")
+    for task in (make_task("s5_generators"), geometric, make_task("shell"), make_task("shell_jitter")):
         whole = task.arrays(seed=1, step=2)
         parts = [task.arrays(1, 2, rank, world_size) for rank in range(world_size)]
         for name, column in whole.items():
@@ -136,6 +137,16 @@ def test_batches_are_the_same_everywhere():
         "shell": "03f8f6e32260f703",
         "jitter": "e916c611216483a9",
     }
+
+
+def test_lengths_that_grow_by_factors_fill_their_batches():
+    task = make_task("a5", start_length=4, growth="geometric", total_steps=1000, curriculum_part=0.5)
+    sizes = [task.arrays(0, step)["input_ids"].shape for step in (0, 125, 250, 375, 500, 999)]
+    assert sizes == [(1024, 4), (512, 8), (256, 16), (128, 32), (64, 64), (64, 64)]
+    lengths = [task.training_length(step) for step in range(1000)]
+    assert lengths == sorted(lengths) and set(range(4, 65)) == set(lengths)
+    letters = [task.arrays(0, step)["input_ids"].size for step in range(0, 500, 7)]
+    assert min(letters) > 2048 and max(letters) == 4096
 
 
 def test_streams_do_not_overlap():
@@ -173,6 +184,7 @@ def test_metrics():
         ({"group": "s9"}, "362880 elements; at most 5040"),
         ({"length": -1}, "length=-1 is not allowed.*at least 1"),
         ({"inputs": "letters"}, "inputs='letters' is not allowed.*elements, generators"),
+        ({"growth": "fast"}, "growth='fast' is not allowed.*linear, geometric"),
         ({"start_length": 65}, "length=64 is not allowed.*at least 65"),
         ({"test_lengths": (64, 0)}, "test_lengths=0"),
         ({"test_lengths": ()}, r"test_lengths=\(\) is not allowed.*one or more"),
