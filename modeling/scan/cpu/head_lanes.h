@@ -86,6 +86,7 @@ class LanesWorker {
             begin_segment(start);
             begin_reading(h);
             for (int64_t t = 0; t < steps; ++t) {
+                ahead = start + kSegment + t;
                 a.k ? run_step<true>(t, h, h) : run_step<false>(t, h, h);
                 store_output(t);
             }
@@ -179,6 +180,14 @@ class LanesWorker {
     void store_kept_phase(int64_t start) {
         double* to = a.kept_phase + slot(start) * m;
         for (int64_t i = 0; i < m * L; ++i) to[i] = theta(0)[i] = start ? wrapped_angle(theta(0)[i]) : theta(0)[i];
+    }
+
+    // Asks for a part of what the token `ahead` will need, while some columns of a state are worked on.
+    FORCE_INLINE inline void fetch_columns(int64_t at, int64_t width) const {
+        if (ahead < 0 || ahead >= length || keeps_letters) return;
+        const int64_t token = a.layout.token(row, ahead);
+        maps.fetch(a.source(token), first, at, at + width);
+        if (sums) fetch_part(a.grad_out + (token * a.heads + first) * p, L * p, at, at + width, p);
     }
 
     // Tokens and coefficients of the segment, from the phase before it in theta[0].
@@ -285,7 +294,10 @@ class LanesWorker {
 
     template <bool Reflects>
     void run_step(int64_t t, const V* before, V* after) {
-        in_columns<4>([&](auto width, int64_t at) { run_columns<Reflects, width>(t, at, before, after); });
+        in_columns<4>([&](auto width, int64_t at) {
+            fetch_columns(at, width);
+            run_columns<Reflects, width>(t, at, before, after);
+        });
     }
 
     template <bool Reflects, int W>
@@ -382,6 +394,7 @@ class LanesWorker {
         begin_reading(states);
         for (int64_t t = 0; t < steps; ++t) {
             V* before = states + t * n * p;
+            ahead = start - kSegment + t;
             a.k ? run_step<true>(t, before, before + n * p) : run_step<false>(t, before, before + n * p);
             output_back(t);
             read_back(t, before + n * p);
@@ -458,7 +471,10 @@ class LanesWorker {
         std::fill_n(grad_k, int64_t(n), V{});
         const TokenRow<T>& to = gradient_row(t);
         ColumnSums columns;
-        in_columns<4>([&](auto width, int64_t at) { columns_back<Reflects, width>(t, at, to, columns); });
+        in_columns<4>([&](auto width, int64_t at) {
+            if (!keeps_letters) maps.fetch_gradient(sources[t], first, at, at + width);
+            columns_back<Reflects, width>(t, at, to, columns);
+        });
         V to_f{};
         for (int64_t i = 0; i < p; ++i) {
             to_f += rows[t + 1].u[i] * grad_y[t * p + i];
@@ -631,7 +647,7 @@ class LanesWorker {
     const Size<N> n;
     const Size<P> p;
     const int64_t m;
-    int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, filled_for = -1;
+    int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, ahead = -1, filled_for = -1;
     TokenRow<T> own[kSegment + 1], rows[kSegment + 1], own_gradient;
     std::vector<TokenRow<T>> letter_rows, letter_gradient_rows;
     std::vector<T> letter_gradients;

@@ -100,6 +100,17 @@ FORCE_INLINE inline void add(const T* from, int64_t count, T* to) {
     for (int64_t i = whole; i < count; ++i) to[i] += from[i];
 }
 
+// Asks for memory that will be read or, if it is not const, written: of `count` numbers the part from `begin` to `end` of
+// `whole`. A little at a time, since what is asked for at once waits for each other, and work waits for it.
+template <typename S>
+FORCE_INLINE inline void fetch_part(S* at, int64_t count, int64_t begin, int64_t end, int64_t whole) {
+    constexpr int64_t kLine = 64;
+    const int64_t bytes = count * int64_t(sizeof(S)), lines = (bytes + kLine - 1) / kLine;
+    const char* from = reinterpret_cast<const char*>(at);
+    for (int64_t i = lines * begin / whole; i < lines * end / whole; ++i)
+        __builtin_prefetch(from + i * kLine, !std::is_const_v<S>, 2);
+}
+
 // Aligned memory that starts as zeros and is given out in pieces.
 template <typename T>
 class Buffers {

@@ -136,6 +136,24 @@ class TokenMaps {
             vec(to.omega + j) = gates.angular_speed(read_vector<T>(from + columns.angle + j, m - j));
     }
 
+    // Asks for the part from `begin` to `end`, of all channels, of what `fill` will read.
+    FORCE_INLINE inline void fetch(int64_t source, int64_t first, int64_t begin, int64_t end) const {
+        const S* from = a.projected + source * a.width;
+        fetch_part(from + columns.u + first * p, L * p, begin, end, p);
+        fetch_part(from + columns.z + first * p, L * p, begin, end, p);
+        fetch_part(from + columns.B, a.width - columns.B, begin, end, p);
+        if (a.k) fetch_part(a.k + (source * a.heads + first) * n, L * n, begin, end, p);
+    }
+
+    // The same of what `backward` will write.
+    FORCE_INLINE inline void fetch_gradient(int64_t source, int64_t first, int64_t begin, int64_t end) const {
+        S* to = a.grad_projected + source * a.width;
+        fetch_part(to + columns.u + first * p, L * p, begin, end, p);
+        fetch_part(to + columns.z + first * p, L * p, begin, end, p);
+        fetch_part(to + columns.B, a.width - columns.B, begin, end, p);
+        if (a.k) fetch_part(a.grad_k + (source * a.heads + first) * n, L * n, begin, end, p);
+    }
+
     // What the token after it needs.
     void fill_before(int64_t source, int64_t first, const TokenRow<T>& to) const {
         const S* from = a.projected + source * a.width;
