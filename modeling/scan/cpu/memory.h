@@ -100,15 +100,25 @@ FORCE_INLINE inline void add(const T* from, int64_t count, T* to) {
     for (int64_t i = whole; i < count; ++i) to[i] += from[i];
 }
 
-// Asks for memory that will be read or, if it is not const, written: of `count` numbers the part from `begin` to `end` of
-// `whole`. A little at a time, since what is asked for at once waits for each other, and work waits for it.
-template <typename S>
-FORCE_INLINE inline void fetch_part(S* at, int64_t count, int64_t begin, int64_t end, int64_t whole) {
-    constexpr int64_t kLine = 64;
-    const int64_t bytes = count * int64_t(sizeof(S)), lines = (bytes + kLine - 1) / kLine;
-    const char* from = reinterpret_cast<const char*>(at);
-    for (int64_t i = lines * begin / whole; i < lines * end / whole; ++i)
-        __builtin_prefetch(from + i * kLine, !std::is_const_v<S>, 2);
+// Adds the lanes of a vector, or the first of them, to numbers in double.
+template <typename T>
+FORCE_INLINE inline void add_doubles(Vector<T> x, double* to, int64_t count = kLanes<T>) {
+    T lanes[kLanes<T>];
+    std::memcpy(lanes, &x, VECTOR_BYTES);
+    if (count >= kLanes<T>) {
+#pragma omp simd
+        for (int64_t l = 0; l < kLanes<T>; ++l) to[l] += double(lanes[l]);
+    } else {
+        for (int64_t l = 0; l < count; ++l) to[l] += double(lanes[l]);
+    }
+}
+
+// Asks for line i of memory that will be read or written. One at a time between other work: the processor has so many
+// lines on their way at once, and whoever asks for more waits. Inline, since a function that does nothing else counts as
+// one without effect, and is not called.
+template <bool Write>
+FORCE_INLINE inline void fetch_line(const void* at, int64_t i) {
+    __builtin_prefetch(static_cast<const char*>(at) + i * 64, Write, 2);
 }
 
 // Aligned memory that starts as zeros and is given out in pieces.
