@@ -2,7 +2,7 @@
 The block on a processor with each implementation of the scan, beside its floor and two blocks of transformers.
 
     python benchmarks/cpu.py [--repeats N] [--out results/cpu.json] [--plot docs/cpu.png]
-    python benchmarks/cpu.py --against REVISION
+    python benchmarks/cpu.py --against REVISION [--alone]
 
 All variants take turns in one run, so that a noisy machine slows them alike; ratios are medians over the turns. The
 floor is the block in eager torch with the scan replaced by the identity, which still asks for every gradient: what
@@ -11,7 +11,7 @@ backward pass of the coefficients, and of one projection too. `products` are the
 below which no code for the rest can bring it. Peak memory is that of a pass in a process of its own.
 The process keeps the memory that it frees, as train_hf.py does; `--default_malloc` leaves that to the system, which
 costs the floor more than the compiled block. With `--against` the block with the compiled mixer takes turns with that
-of another revision, as a ratio to it.
+of another revision, as a ratio to it; with `--alone` too, it is the compiled mixer without its projections.
 """
 
 import argparse
@@ -31,7 +31,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from against import add_against, measure_against, serve
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForBehaviorCloning, Mamba3NPLRModel
 from mamba3_nplr.modeling.mixers.mamba3_backends import MIXER_BACKENDS
+from mamba3_nplr.modeling.mixers.mamba3_cpu import mixer_cpu
 from mamba3_nplr.modeling.scan.dispatch import BACKENDS, Backend
+from mamba3_nplr.modeling.scan.sequences import token_order
 from mamba3_nplr.training.host_memory import keep_memory
 from memory import added_memory
 from record import add_out, heading, write_results
@@ -138,13 +140,14 @@ def make_input(batch: int, length: int, fields: dict) -> torch.Tensor:
 
 
 def measure(block, x: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a forward and of a backward pass."""
-    start = time.perf_counter()
+    """Seconds of a forward and of a backward pass; with one thread without those that others have its core."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = clock()
     output = block(x)
     output = output[0] if isinstance(output, tuple) else output
-    middle = time.perf_counter()
+    middle = clock()
     output.backward(torch.ones_like(output))
-    return middle - start, time.perf_counter() - middle
+    return middle - start, clock() - middle
 
 
 def measure_in_turns(x: torch.Tensor, blocks: dict, repeats: int) -> dict[str, list[tuple[float, float]]]:
@@ -184,11 +187,26 @@ def print_peak_memory(shape: str, variant: str) -> None:
     print(added_memory(lambda: measure(block, x)))
 
 
-def block_of(shape: str) -> Callable[[], float]:
-    """Runs the block with the compiled mixer once, forward and backward, and returns the seconds."""
+def case_of(shape: str, part: str) -> Callable[[], float]:
+    """Runs the block with the compiled mixer, or that mixer alone, once forward and backward; returns the seconds."""
     batch, length, fields = SHAPES[shape]
     block, x = make_blocks(fields, ["cpu_fused"])["cpu_fused"], make_input(batch, length, fields)
+    if part == "alone":
+        block, x = without_projections(block, x.detach()), None
     return lambda: sum(measure(block, x))
+
+
+def without_projections(mixer, x: torch.Tensor) -> Callable[[None], torch.Tensor]:
+    """The compiled mixer from what its projections make of x to what the last one takes."""
+    with torch.no_grad():
+        projections = [layer(x) for layer in (mixer.in_proj, mixer.k_proj, mixer.beta_proj)]
+    state, order = mixer.initial_state(x), token_order(None, None, *x.shape[:2])
+
+    def run(_: None) -> torch.Tensor:
+        given = [projection.detach().requires_grad_() for projection in projections]
+        return mixer_cpu(*given, mixer.weights(), state, order, **mixer.options)[0]
+
+    return run
 
 
 def compare_blocks(shape: str, repeats: int, variants: list[str]) -> dict:
@@ -297,6 +315,7 @@ def main() -> None:
     parser.add_argument("--default_malloc", action="store_true", help="do not keep memory that is freed")
     add_out(parser)
     add_against(parser)
+    parser.add_argument("--alone", action="store_true", help="with --against: the mixer without its projections")
     parser.add_argument("--plot", type=Path, help="picture to draw; needs matplotlib")
     parser.add_argument("--peak_memory", nargs=2, metavar=("SHAPE", "VARIANT"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -306,12 +325,13 @@ def main() -> None:
         return
     kept = not given.default_malloc and keep_memory()
     if given.serve:
-        serve(block_of)
+        serve(case_of)
         return
     settings = {"repeats": given.repeats, "keeps_memory": kept}
     print(heading(**settings))
     if given.against:
-        write_results(given.out, measure_against(given.against, [(shape,) for shape in given.shapes], given.repeats))
+        cases = [(shape, "alone" if given.alone else "block") for shape in given.shapes]
+        write_results(given.out, measure_against(given.against, cases, given.repeats))
         return
     print("| shape | variant | forward (ms) | backward (ms) | ratio to floor | peak memory (MB) |")
     print("| --- | --- | --- | --- | --- | --- |")

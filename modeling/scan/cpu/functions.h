@@ -97,15 +97,26 @@ Vector<T> sigmoid(Vector<T> x) {
     return T(1) / (T(1) + exponential(-x));
 }
 
+// The value of a function and its slope; what only one of them takes is left out where the other is not used.
+template <typename T>
+struct WithSlope {
+    Vector<T> value, slope;
+};
+
 // As torch has it: the identity above 20.
 template <typename T>
+FORCE_INLINE inline WithSlope<T> softplus_and_slope(Vector<T> x) {
+    const Vector<T> e = exponential(x < T(0) ? x : -x), positive = x < T(0) ? Vector<T>{} : x;
+    const Vector<T> slope = (x < T(0) ? e : all(T(1))) / (T(1) + e);
+    return {x > T(20) ? x : positive + log_one_plus(e), x > T(20) ? all(T(1)) : slope};
+}
+template <typename T>
 Vector<T> softplus(Vector<T> x) {
-    const Vector<T> size = x < T(0) ? -x : x, positive = x < T(0) ? Vector<T>{} : x;
-    return x > T(20) ? x : positive + log_one_plus(exponential(-size));
+    return softplus_and_slope<T>(x).value;
 }
 template <typename T>
 Vector<T> softplus_slope(Vector<T> x) {
-    return x > T(20) ? all(T(1)) : sigmoid<T>(x);
+    return softplus_and_slope<T>(x).slope;
 }
 
 }  // namespace

@@ -32,9 +32,7 @@ class HeadDoubles {
   public:
     explicit HeadDoubles(int64_t count) : values(count * L) {}
     double* operator[](int64_t i) { return values.data() + i * L; }
-    void add(int64_t i, Vector<T> x) {
-        for (int64_t l = 0; l < L; ++l) values[i * L + l] += double(x[l]);
-    }
+    void add(int64_t i, Vector<T> x) { add_doubles<T>(x, values.data() + i * L); }
     void clear() { std::fill(values.begin(), values.end(), 0.0); }
 
   private:
@@ -59,8 +57,6 @@ class LanesWorker {
           C(vectors(kSegment * n)),
           B(vectors((kSegment + 1) * n)),
           k(vectors((kSegment + 1) * n)),
-          rk(vectors(kSegment * n)),
-          sB(vectors(kSegment * n)),
           cosine(vectors((kSegment + 1) * m)),
           sine(vectors((kSegment + 1) * m)),
           y(vectors(kSegment * p)),
@@ -86,6 +82,7 @@ class LanesWorker {
             begin_segment(start);
             begin_reading(h);
             for (int64_t t = 0; t < steps; ++t) {
+                ahead = start + kSegment + t;
                 a.k ? run_step<true>(t, h, h) : run_step<false>(t, h, h);
                 store_output(t);
             }
@@ -126,10 +123,10 @@ class LanesWorker {
 
     void make_backward_buffers() {
         states = vectors((kSegment + 1) * n * p);
-        grad_y = vectors(kSegment * p);
+        grad_y = vectors((kSegment + 1) * p);
         grad_z = vectors(kSegment * p);
         segment_sums = vectors(kRowSums + 2 * n + p);
-        grad_C = vectors(kSegment * n);
+        grad_C = vectors((kSegment + 1) * n);
         grad_k = vectors(n);
         grad_B = vectors(n);
         to_B = vectors(n);
@@ -181,6 +178,12 @@ class LanesWorker {
         for (int64_t i = 0; i < m * L; ++i) to[i] = theta(0)[i] = start ? wrapped_angle(theta(0)[i]) : theta(0)[i];
     }
 
+    // What will be needed next of the token `ahead` while some columns are worked on, if there is such a token.
+    const void* read_ahead(int64_t at) const {
+        if (ahead < 0 || ahead >= length || keeps_letters) return h;
+        return maps.piece(a.source(a.layout.token(row, ahead)), first, at / 4 % 4);
+    }
+
     // Tokens and coefficients of the segment, from the phase before it in theta[0].
     void begin_segment(int64_t start) {
         steps = std::min(kSegment, length - start);
@@ -228,11 +231,8 @@ class LanesWorker {
         const V before = t ? rows[t].gates[kWrite] : V{}, write = x.gates[kWrite];
         weights[t].s = d * (before + x.gates[kCarry]);
         for (int64_t i = 0; i < n; ++i) {
-            sB[t * n + i] = weights[t].s * Bt[i];
             CB += C[t * n + i] * next_B[i];
-            if (!a.k) continue;
-            rk[t * n + i] = x.gates[kReflection] * kt[i];
-            kB += kt[i] * Bt[i];
+            if (a.k) kB += kt[i] * Bt[i];
         }
         weights[t].kB = kB;
         weights[t].CB = CB;
@@ -291,18 +291,20 @@ class LanesWorker {
     template <bool Reflects, int W>
     void run_columns(int64_t t, int64_t at, const V* before, V* after) {
         const bool goes_on = t + 1 < steps;
-        const V *Ct = C + t * n, *next_k = k + (goes_on ? t + 1 : t) * n, *rkt = rk + t * n, *sBt = sB + t * n;
-        const V d = rows[t + 1].gates[kDecay];
-        V up[W], qt[W], read[W] = {}, next[W] = {};
+        const V *Ct = C + t * n, *Bt = B + t * n, *kt = k + t * n, *next_k = goes_on ? kt + n : kt;
+        const V d = rows[t + 1].gates[kDecay], r = rows[t + 1].gates[kReflection], s = weights[t].s;
+        const void* needed = read_ahead(at);
+        V su[W], rq[W], read[W] = {}, next[W] = {};
         for (int w = 0; w < W; ++w) {
-            up[w] = rows[t].u[at + w];
-            qt[w] = Reflects ? q[t * p + at + w] : V{};
+            su[w] = s * rows[t].u[at + w];
+            rq[w] = Reflects ? r * q[t * p + at + w] : V{};
         }
         for (int64_t i = 0; i < n; ++i) {
-            const V c = Ct[i], s = sBt[i], r = Reflects ? rkt[i] : V{}, kn = Reflects ? next_k[i] : V{};
+            fetch_line<false>(needed, i);
+            const V c = Ct[i], b = Bt[i], ki = Reflects ? kt[i] : V{}, kn = Reflects ? next_k[i] : V{};
             for (int w = 0; w < W; ++w) {
-                V g = d * before[i * p + at + w] + s * up[w];
-                if (Reflects) g -= r * qt[w];
+                V g = d * before[i * p + at + w] + b * su[w];
+                if (Reflects) g -= ki * rq[w];
                 after[i * p + at + w] = g;
                 read[w] += c * g;
                 if (Reflects) next[w] += kn * g;
@@ -382,14 +384,12 @@ class LanesWorker {
         begin_reading(states);
         for (int64_t t = 0; t < steps; ++t) {
             V* before = states + t * n * p;
+            ahead = start - kSegment + t;
             a.k ? run_step<true>(t, before, before + n * p) : run_step<false>(t, before, before + n * p);
             output_back(t);
-            read_back(t, before + n * p);
         }
         to_write = add_last_write_back();
-        // The sum over all elements of G times its gradient, from which follow the gradients of the decays.
-        V with_state{};
-        for (int64_t i = 0; i < n * p; ++i) with_state += grad_h[i] * states[steps * n * p + i];
+        V with_state = read_back();
         for (int64_t t = steps - 1; t >= 0; --t)
             with_state = a.k ? step_back<true>(t, with_state) : step_back<false>(t, with_state);
         for (int64_t i = 0; i < kRowSums + 2 * n + p; ++i) row_sums.add(i, std::exchange(segment_sums[i], V{}));
@@ -397,7 +397,7 @@ class LanesWorker {
 
     // From the gradient of the output to those of y and of the gate.
     void output_back(int64_t t) {
-        V* grad = grad_y + t * p;
+        V* grad = grad_y + (t + 1) * p;
         read_lanes<T>(a.grad_out + (tokens[t] * a.heads + first) * p, p, grad);
         const V scale = output_scale(t), *z = rows[t + 1].z, *open = rows[t + 1].open;
         V with_y{};
@@ -415,18 +415,21 @@ class LanesWorker {
         for (int64_t i = 0; i < p; ++i) grad[i] = scale * (grad[i] - y[t * p + i] * (scale * mean));
     }
 
-    // The part of the gradient of C that comes from reading the state.
-    void read_back(int64_t t, const V* state) {
-        std::fill_n(grad_C + t * n, int64_t(n), V{});
-        in_columns<8>([&](auto width, int64_t at) {
-            V grad[width];
-            for (int w = 0; w < width; ++w) grad[w] = grad_y[t * p + at + w];
-            for (int64_t i = 0; i < n; ++i) {
-                V sums[2] = {};
-                for (int w = 0; w < width; ++w) sums[w % 2] += state[i * p + at + w] * grad[w];
-                grad_C[t * n + i] += sums[0] + sums[1];
+    // From reading the last state, the gradient of C; those of other steps come with the step after them. Returns the sum
+    // over all elements of G times its gradient, from which follow the gradients of the decays.
+    V read_back() {
+        const V *state = states + steps * n * p, *dy = grad_y + steps * p;
+        V with_state{};
+        for (int64_t i = 0; i < n; ++i) {
+            V along_y{}, along_grad{};
+            for (int64_t j = 0; j < p; ++j) {
+                along_y += state[i * p + j] * dy[j];
+                along_grad += state[i * p + j] * grad_h[i * p + j];
             }
-        });
+            grad_C[steps * n + i] = along_y;
+            with_state += along_grad;
+        }
+        return with_state;
     }
 
     // Returns the gradient of the weight of the last write.
@@ -454,18 +457,17 @@ class LanesWorker {
     // One step, given the sum of G_t times its gradient without that of y_t; returns the same of the step before.
     template <bool Reflects>
     V step_back(int64_t t, V with_state) {
-        std::fill_n(grad_B, int64_t(n), V{});
-        std::fill_n(grad_k, int64_t(n), V{});
+        for (V* sum : {grad_B, grad_k, grad_C + t * n}) std::fill_n(sum, int64_t(n), V{});
         const TokenRow<T>& to = gradient_row(t);
         ColumnSums columns;
         in_columns<4>([&](auto width, int64_t at) { columns_back<Reflects, width>(t, at, to, columns); });
         V to_f{};
         for (int64_t i = 0; i < p; ++i) {
-            to_f += rows[t + 1].u[i] * grad_y[t * p + i];
+            to_f += rows[t + 1].u[i] * grad_y[(t + 1) * p + i];
             give(to.z[i], grad_z[t * p + i]);
         }
         segment_sums[2] += to_f;
-        for (int64_t i = 0; i < n; ++i) with_state += C[t * n + i] * grad_C[t * n + i];
+        for (int64_t i = 0; i < n; ++i) with_state += C[t * n + i] * grad_C[(t + 1) * n + i];
         vectors_back(t, to_f, columns);
         gates_back(t, to_f, columns, with_state, to);
         turns_back(t, to);
@@ -478,26 +480,31 @@ class LanesWorker {
 
     template <bool Reflects, int W>
     void columns_back(int64_t t, int64_t at, const TokenRow<T>& to, ColumnSums& columns) {
-        const V *Ct = C + t * n, *Bt = B + t * n, *kt = k + t * n, *rkt = rk + t * n, *before = states + t * n * p;
+        const V *Ct = C + t * n, *Bt = B + t * n, *kt = k + t * n, *before = states + t * n * p;
         const V d = rows[t + 1].gates[kDecay], r = rows[t + 1].gates[kReflection];
-        V dy[W], up[W], to_up[W] = {}, along_k[W] = {};
+        const void* written = keeps_letters ? h : maps.gradient_piece(sources[t], first, at / 4 % 4);
+        V dy[W], dy_before[W], up[W], to_up[W] = {}, along_k[W] = {};
         for (int w = 0; w < W; ++w) {
-            dy[w] = grad_y[t * p + at + w];
+            dy[w] = grad_y[(t + 1) * p + at + w];
+            dy_before[w] = grad_y[t * p + at + w];
             up[w] = rows[t].u[at + w];
         }
         for (int64_t i = 0; i < n; ++i) {
+            fetch_line<true>(written, i);
             const V c = Ct[i], b = Bt[i], ki = Reflects ? kt[i] : V{};
-            V along_u{};
+            V along_u{}, along_y{};
             for (int w = 0; w < W; ++w) {
                 const V g = grad_h[i * p + at + w] + c * dy[w];
                 grad_h[i * p + at + w] = Reflects ? g : d * g;
                 to_up[w] += b * g;
                 along_u += g * up[w];
                 if (Reflects) along_k[w] += ki * g;
+                if (!Reflects) along_y += before[i * p + at + w] * dy_before[w];
             }
             grad_B[i] += along_u;
+            if (!Reflects) grad_C[t * n + i] += along_y;
         }
-        if (Reflects) reflect_back<W>(at, q + t * p, along_k, before, rkt, d);
+        if (Reflects) reflect_back<W>(t, at, along_k, dy_before);
         const V skip = D + weights[t].f, s = weights[t].s, er = weights[t].e * r;
         for (int w = 0; w < W; ++w) {
             columns.written += to_up[w] * up[w];
@@ -509,19 +516,25 @@ class LanesWorker {
     }
 
     template <int W>
-    FORCE_INLINE inline void reflect_back(int64_t at, const V* q_of_step, const V (&along_k)[W], const V* before,
-                                          const V* rkt, V d) {
-        V qt[W];
-        for (int w = 0; w < W; ++w) qt[w] = q_of_step[at + w];
+    FORCE_INLINE inline void reflect_back(int64_t t, int64_t at, const V (&along_k)[W], const V (&dy_before)[W]) {
+        const V *kt = k + t * n, *before = states + t * n * p;
+        const V d = rows[t + 1].gates[kDecay], r = rows[t + 1].gates[kReflection];
+        V qt[W], r_along[W];
+        for (int w = 0; w < W; ++w) {
+            qt[w] = q[t * p + at + w];
+            r_along[w] = r * along_k[w];
+        }
         for (int64_t i = 0; i < n; ++i) {
-            const V r = rkt[i];
-            V sum{};
+            const V ki = kt[i];
+            V to_k{}, along_y{};
             for (int w = 0; w < W; ++w) {
-                const V g = grad_h[i * p + at + w];
-                sum += g * qt[w] + before[i * p + at + w] * along_k[w];
-                grad_h[i * p + at + w] = d * g - r * along_k[w];
+                const V g = grad_h[i * p + at + w], state = before[i * p + at + w];
+                to_k += g * qt[w] + state * along_k[w];
+                along_y += state * dy_before[w];
+                grad_h[i * p + at + w] = d * g - ki * r_along[w];
             }
-            grad_k[i] += sum;
+            grad_k[i] += to_k;
+            grad_C[t * n + i] += along_y;
         }
     }
 
@@ -533,7 +546,7 @@ class LanesWorker {
             const V Ci = C[t * n + i], ki = k[t * n + i];
             const V of_B = to_B[i] + to_CB * Ci;
             to_B[i] = weights[t].s * grad_B[i];
-            grad_C[t * n + i] += to_CB * B[(t + 1) * n + i];
+            grad_C[(t + 1) * n + i] += to_CB * B[(t + 1) * n + i];
             grad_B[i] = of_B;
             if (!a.k) continue;
             to_B[i] += to_kB * ki;
@@ -557,7 +570,7 @@ class LanesWorker {
         V to_dt{};
         const V dt = rows[t + 1].gates[kDt];
         for (int64_t j = 0; j < m; ++j) {
-            V turned = turn_of(C + t * n, grad_C + t * n, j);
+            V turned = turn_of(C + t * n, grad_C + (t + 1) * n, j);
             if (a.B_weight) turned += turn_of(B + (t + 1) * n, grad_B, j);
             if (a.k) turned += turn_of(k + t * n, grad_k, j);
             to_theta.add(j, turned);
@@ -567,7 +580,7 @@ class LanesWorker {
             give(to.omega_of(j), owed * dt);
         }
         give(to.gates[kToDt], to_dt);
-        turn_back(grad_C + t * n, t + 1, [&](int64_t i, V g) FORCE_INLINE {
+        turn_back(grad_C + (t + 1) * n, t + 1, [&](int64_t i, V g) FORCE_INLINE {
             give(to.C_of(i), g);
             segment_sums[kRowSums + n + i] += g;
         });
@@ -631,13 +644,14 @@ class LanesWorker {
     const Size<N> n;
     const Size<P> p;
     const int64_t m;
-    int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, filled_for = -1;
+    int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, ahead = -1, filled_for = -1;
     TokenRow<T> own[kSegment + 1], rows[kSegment + 1], own_gradient;
     std::vector<TokenRow<T>> letter_rows, letter_gradient_rows;
     std::vector<T> letter_gradients;
     MixerGradients<S, T> gradients{};
     StepWeights weights[kSegment];
-    V *C, *B, *k, *rk, *sB, *cosine, *sine, *y, *q, *bias_B, *bias_C, *weight, *h;
+    V *C, *B, *k, *cosine, *sine, *y, *q, *bias_B, *bias_C, *weight, *h;
+    // Rows of grad_y and grad_C are those of the step before, the first that of none.
     V *states = nullptr, *grad_y = nullptr, *grad_z = nullptr, *grad_C = nullptr, *grad_B = nullptr, *grad_k = nullptr;
     V *grad_h = nullptr, *to_B = nullptr, *to_u = nullptr, *segment_sums = nullptr;
     V D{}, to_write{};

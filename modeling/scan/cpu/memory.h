@@ -100,6 +100,27 @@ FORCE_INLINE inline void add(const T* from, int64_t count, T* to) {
     for (int64_t i = whole; i < count; ++i) to[i] += from[i];
 }
 
+// Adds the lanes of a vector, or the first of them, to numbers in double.
+template <typename T>
+FORCE_INLINE inline void add_doubles(Vector<T> x, double* to, int64_t count = kLanes<T>) {
+    T lanes[kLanes<T>];
+    std::memcpy(lanes, &x, VECTOR_BYTES);
+    if (count >= kLanes<T>) {
+#pragma omp simd
+        for (int64_t l = 0; l < kLanes<T>; ++l) to[l] += double(lanes[l]);
+    } else {
+        for (int64_t l = 0; l < count; ++l) to[l] += double(lanes[l]);
+    }
+}
+
+// Asks for line i of memory that will be read or written. One at a time between other work: the processor has so many
+// lines on their way at once, and whoever asks for more waits. Inline, since a function that does nothing else counts as
+// one without effect, and is not called.
+template <bool Write>
+FORCE_INLINE inline void fetch_line(const void* at, int64_t i) {
+    __builtin_prefetch(static_cast<const char*>(at) + i * 64, Write, 2);
+}
+
 // Aligned memory that starts as zeros and is given out in pieces.
 template <typename T>
 class Buffers {

@@ -214,9 +214,9 @@ class MixerWorker {
 
     void fill_gates() {
         dt = PerStep<T>::from([&](int64_t t) { return softplus<T>(dt_raw.at(t)); });
-        rate = PerStep<T>::from([&](int64_t t) { return gates.decay_rate(A_raw.at(t)); });
+        rate = PerStep<T>::from([&](int64_t t) { return gates.decay_rate(A_raw.at(t)).value; });
         lambda = PerStep<T>::from([&](int64_t t) { return sigmoid<T>(trap_raw.at(t)); });
-        beta = PerStep<T>::from([&](int64_t t) { return gates.reflection(beta_raw.at(t)); });
+        beta = PerStep<T>::from([&](int64_t t) { return gates.reflection(beta_raw.at(t)).value; });
         for (int64_t t = 0; t < kSegment; t += kLanes<T>) {
             const V d = exponential(-rate.at(t) * dt.at(t));
             vec(s.d + t) = d;
@@ -399,8 +399,8 @@ class MixerWorker {
 
     void gates_back(PerStep<T>& grad_dt, T* sum) {
         const auto dt_slope = PerStep<T>::from([&](int64_t t) { return softplus_slope<T>(dt_raw.at(t)); });
-        const auto rate_slope = PerStep<T>::from([&](int64_t t) { return gates.decay_rate_slope(A_raw.at(t)); });
-        const auto beta_slope = PerStep<T>::from([&](int64_t t) { return gates.reflection_slope(beta_raw.at(t)); });
+        const auto rate_slope = PerStep<T>::from([&](int64_t t) { return gates.decay_rate(A_raw.at(t)).slope; });
+        const auto beta_slope = PerStep<T>::from([&](int64_t t) { return gates.reflection(beta_raw.at(t)).slope; });
         for (int64_t t = 0; t < s.steps; ++t) {
             T to_d = s.grad_d[t], to_beta = a.contractive ? s.grad_r[t] * s.d[t] : s.grad_r[t], to_trap = 0;
             if (a.contractive) to_d += s.grad_r[t] * beta[t];

@@ -86,48 +86,37 @@ class Gates {
   public:
     explicit Gates(const Mixer<S, T>& mixer) : a(mixer) {}
 
-    V decay_rate(V x) const {
-        const V rate = a.heavy_tail ? (x < T(0) ? T(1) / (T(1) - x) : x + T(1)) : softplus<T>(x);
-        const V low = a.A_bias ? all(T(0)) : all(T(a.a_min)), shifted = a.A_bias ? rate - T(a.rate_shift) : rate;
-        return shifted < low ? low : shifted;
+    FORCE_INLINE inline WithSlope<T> decay_rate(V x) const {
+        const WithSlope<T> rate = a.heavy_tail ? heavy_tail(x) : softplus_and_slope<T>(x);
+        if (!a.A_bias) {
+            const V low = all(T(a.a_min));
+            return {rate.value < low ? low : rate.value, rate.slope * (rate.value < low ? V{} : all(T(1)))};
+        }
+        const V shifted = rate.value - T(a.rate_shift);
+        return {shifted < T(0) ? V{} : shifted, rate.slope * (shifted > T(0) ? all(T(1)) : V{})};
     }
-    V decay_rate_slope(V x) const {
-        const V inverse = T(1) / (T(1) - x);
-        const V slope = a.heavy_tail ? (x < T(0) ? inverse * inverse : all(T(1))) : softplus_slope<T>(x);
-        const V rate = a.heavy_tail ? (x < T(0) ? inverse : x + T(1)) : softplus<T>(x);
-        const V above =
-            a.A_bias ? (rate - T(a.rate_shift) > T(0) ? all(T(1)) : V{}) : (rate < T(a.a_min) ? V{} : all(T(1)));
-        return slope * above;
-    }
-    V reflection(V x) const {
-        const V gate = sigmoid<T>(x);
-        const T most = T(a.beta_max);
-        if (!a.A_bias) return most * gate;
-        const V wide = T(a.beta_stretch) * gate - T(a.beta_shift), low = wide < T(0) ? V{} : wide;
-        return low > most ? all(most) : low;
-    }
-    V reflection_slope(V x) const {
+    FORCE_INLINE inline WithSlope<T> reflection(V x) const {
         const V gate = sigmoid<T>(x), slope = gate * (T(1) - gate);
         const T most = T(a.beta_max), stretch = T(a.beta_stretch);
-        if (!a.A_bias) return most * slope;
-        const V wide = stretch * gate - T(a.beta_shift);
-        return wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope);
+        if (!a.A_bias) return {most * gate, most * slope};
+        const V wide = stretch * gate - T(a.beta_shift), low = wide < T(0) ? V{} : wide;
+        return {low > most ? all(most) : low, wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope)};
     }
-    V angular_speed(V x) const {
-        const V tangent = hyperbolic_tangent(x);
-        if (!a.A_bias) return T(kPi) * tangent;
-        const T shift = T(a.angle_shift), scale = T(kPi / (1 - a.angle_shift));
-        return scale * (tangent > shift ? tangent - shift : (tangent < -shift ? tangent + shift : V{}));
-    }
-    V angular_speed_slope(V x) const {
+    FORCE_INLINE inline WithSlope<T> angular_speed(V x) const {
         const V tangent = hyperbolic_tangent(x), slope = T(kPi) * (T(1) - tangent * tangent);
-        if (!a.A_bias) return slope;
-        const T shift = T(a.angle_shift);
+        if (!a.A_bias) return {T(kPi) * tangent, slope};
+        const T shift = T(a.angle_shift), scale = T(kPi / (1 - a.angle_shift));
         const V turns = tangent > shift ? all(T(1)) : (tangent < -shift ? all(T(1)) : V{});
-        return turns * slope / T(1 - a.angle_shift);
+        return {scale * (tangent > shift ? tangent - shift : (tangent < -shift ? tangent + shift : V{})),
+                turns * slope / T(1 - a.angle_shift)};
     }
 
   private:
+    FORCE_INLINE inline static WithSlope<T> heavy_tail(V x) {
+        const V inverse = T(1) / (T(1) - x);
+        return {x < T(0) ? inverse : x + T(1), x < T(0) ? inverse * inverse : all(T(1))};
+    }
+
     const Mixer<S, T>& a;
 };
 
@@ -276,7 +265,7 @@ class SharedSegment {
             normalise(from + columns.C, a.state, C_weight, a.epsilon, C[t]);
             load(from + columns.angle, a.pairs, omega[t]);
             for (int64_t i = 0; i < a.pairs; i += kLanes<T>)
-                vec(omega[t] + i) = gates.angular_speed(vec(omega[t] + i));
+                vec(omega[t] + i) = gates.angular_speed(vec(omega[t] + i)).value;
         }
     }
 

@@ -16,8 +16,8 @@
 namespace {
 
 // Numbers of a token and head, a vector of heads each.
-enum TokenGate { kDtRaw, kARaw, kTrapRaw, kBetaRaw, kDt, kRate, kLambda, kBeta, kDecay, kWrite, kCarry, kReflection,
-                 kInverseLength, kLong, kTokenGates };
+enum TokenGate { kDt, kRate, kLambda, kBeta, kDecay, kWrite, kCarry, kReflection, kInverseLength, kLong, kDtSlope,
+                 kRateSlope, kBetaSlope, kTokenGates };
 // Those that a sequence has gradients for; that of the decay is with respect to its logarithm.
 enum GradientGate { kToDt, kToLogDecay, kToWrite, kToCarry, kToReflection, kGradientGates };
 
@@ -70,7 +70,7 @@ class SharedMapsBack {
     void angles_back(const S* x, const T* grad, S* to) const {
         const int64_t angles = a.width - columns.angle;  // there even if none is turned by them
         for (int64_t j = 0; j < angles; j += kLanes<T>) {
-            const Vector<T> slope = gates.angular_speed_slope(read_vector<T>(x + j, angles - j));
+            const Vector<T> slope = gates.angular_speed(read_vector<T>(x + j, angles - j)).slope;
             write_vector<T>(slope * read_vector<T>(grad + j, a.pairs - j), to + j, angles - j);
         }
     }
@@ -91,8 +91,7 @@ class SharedMapsBack {
             const int64_t left = a.state - i;
             const Vector<T> unit = scale * read_vector<T>(x + i, left);
             write_vector<T>(weight ? scale * (weighted(i, left) - unit * mean) : Vector<T>{}, to + i, left);
-            const Vector<T> of_weight = read_vector<T>(grad + i, left) * unit;
-            for (int64_t l = 0; l < kLanes<T> && l < left; ++l) to_weight[i + l] += double(of_weight[l]);
+            add_doubles<T>(read_vector<T>(grad + i, left) * unit, to_weight + i, left);
         }
     }
 
@@ -133,7 +132,15 @@ class TokenMaps {
         if (a.B_weight) normalise(from + columns.B, n, B_weight, a.epsilon, to.B);
         normalise(from + columns.C, n, C_weight, a.epsilon, to.C);
         for (int64_t j = 0; j < m; j += L)
-            vec(to.omega + j) = gates.angular_speed(read_vector<T>(from + columns.angle + j, m - j));
+            vec(to.omega + j) = gates.angular_speed(read_vector<T>(from + columns.angle + j, m - j)).value;
+    }
+
+    // Where the four pieces of a token lie that `fill` reads, and those that `backward` writes.
+    const void* piece(int64_t source, int64_t first, int64_t number) const {
+        return piece_of(a.projected, a.k, source, first, number);
+    }
+    const void* gradient_piece(int64_t source, int64_t first, int64_t number) const {
+        return piece_of(a.grad_projected, a.grad_k, source, first, number);
     }
 
     // What the token after it needs.
@@ -161,6 +168,13 @@ class TokenMaps {
     }
 
   private:
+    const void* piece_of(const S* projected, const S* of_k, int64_t source, int64_t first, int64_t number) const {
+        const S* row = projected + source * a.width;
+        if (number == 0) return row + columns.u + first * p;
+        if (number == 1) return row + columns.z + first * p;
+        return number == 2 && a.k ? of_k + (source * a.heads + first) * n : row + columns.B;
+    }
+
     void give_heads(const V* from, int64_t count, const GradientRows<S, T>& to, int64_t row, int64_t column) const {
         write_lanes<T>(from, count, [&](V x, int64_t at, int64_t left) FORCE_INLINE {
             to.give_vector(x, left, row, column + at);
@@ -170,24 +184,28 @@ class TokenMaps {
     static V heads_of(const T* parameter, int64_t first) { return parameter ? read_vector<T>(parameter + first) : V{}; }
 
     void fill_gates(const S* from, int64_t source, int64_t first, V* to) const {
-        to[kDtRaw] = read_vector<T>(from + columns.dt + first) + heads_of(a.dt_bias, first);
-        to[kARaw] = read_vector<T>(from + columns.A + first) + heads_of(a.A_bias, first);
-        to[kTrapRaw] = read_vector<T>(from + columns.trap + first);
-        to[kDt] = softplus<T>(to[kDtRaw]);
-        to[kRate] = gates.decay_rate(to[kARaw]);
-        to[kDecay] = exponential(-to[kRate] * to[kDt]);
+        const auto dt = softplus_and_slope<T>(read_vector<T>(from + columns.dt + first) + heads_of(a.dt_bias, first));
+        const auto rate = gates.decay_rate(read_vector<T>(from + columns.A + first) + heads_of(a.A_bias, first));
+        to[kDt] = dt.value;
+        to[kRate] = rate.value;
+        to[kDecay] = exponential(-rate.value * dt.value);
         to[kReflection] = to[kBeta] = V{};
+        if (a.grad_projected) {
+            to[kDtSlope] = dt.slope;
+            to[kRateSlope] = rate.slope;
+        }
         if (a.k) {
-            to[kBetaRaw] = read_vector<T>(a.beta + source * a.heads + first);
-            to[kBeta] = gates.reflection(to[kBetaRaw]);
+            const auto beta = gates.reflection(read_vector<T>(a.beta + source * a.heads + first));
+            to[kBeta] = beta.value;
             to[kReflection] = a.contractive ? to[kBeta] * to[kDecay] : to[kBeta];
+            to[kBetaSlope] = beta.slope;
         }
         if (!a.B_weight) {
             to[kWrite] = to[kBeta];
             to[kCarry] = V{};
             return;
         }
-        to[kLambda] = sigmoid<T>(to[kTrapRaw]);
+        to[kLambda] = sigmoid<T>(read_vector<T>(from + columns.trap + first));
         to[kWrite] = to[kLambda] * to[kDt];
         to[kCarry] = (T(1) - to[kLambda]) * to[kDt];
     }
@@ -205,12 +223,12 @@ class TokenMaps {
         } else {
             to_beta += g[kToWrite];
         }
-        const V to_A = -to_log * of[kDt] * gates.decay_rate_slope(of[kARaw]);
-        to_dt = (to_dt - to_log * of[kRate]) * softplus_slope<T>(of[kDtRaw]);
+        const V to_A = -to_log * of[kDt] * of[kRateSlope];
+        to_dt = (to_dt - to_log * of[kRate]) * of[kDtSlope];
         to.projected.give_vector(to_dt, L, source, columns.dt + first);
         to.projected.give_vector(to_A, L, source, columns.A + first);
         to.projected.give_vector(to_trap, L, source, columns.trap + first);
-        if (a.k) to.beta.give_vector(to_beta * gates.reflection_slope(of[kBetaRaw]), L, source, first);
+        if (a.k) to.beta.give_vector(to_beta * of[kBetaSlope], L, source, first);
         dt_bias += to_dt;
         A_bias += to_A;
     }
