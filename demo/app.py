@@ -19,8 +19,8 @@ import gradio as gr
 from browser import in_sentences
 from insides import Insides
 from shell_games import TIMINGS, ShellGames
-from swap_words import SwapWords
 from swap_words import TASKS as WORD_TASKS
+from swap_words import SwapWords
 from trained_models import CHECKPOINTS, MODELS, TrainedModels
 
 HERE = Path(__file__).resolve().parent
@@ -30,7 +30,10 @@ TITLE = "Where is the ball?"
 def system_theme() -> gr.themes.Base:
     """Without fonts that would be fetched from elsewhere."""
     return gr.themes.Soft(
-        primary_hue="teal", neutral_hue="slate", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
+        primary_hue="teal",
+        neutral_hue="slate",
+        font=["system-ui", "sans-serif"],
+        font_mono=["ui-monospace", "monospace"],
     )
 
 

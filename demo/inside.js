@@ -71,7 +71,7 @@ function draw() {
   }
   if (cosines) {
     parts.push(picture(`Cosine between reflections, head ${head}`,
-      "Of the directions at any two positions: red alike, blue opposite, pale at right angles. The same swap, the same color.", {
+      "Of the directions at any two positions: red alike, blue opposite, pale at right angles.", {
         data: unpack(cosines), rows: length, low: -1, high: 1, color: diverging, square: true,
         rowName: (row) => `${place(row)} against`,
       }));

@@ -122,4 +122,3 @@ def pictures(inside: Inside, head, start) -> dict:
     if part.k is not None:
         answer |= {"beta": as_bytes(part.beta, 0, 2), "cosines": as_bytes(part.cosines(head - 1), -1, 1)}
     return answer
-

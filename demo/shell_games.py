@@ -171,4 +171,3 @@ def as_path(actions: np.ndarray) -> list[float]:
 def ending(name: str, actions: np.ndarray, ball_slot: int) -> dict:
     chosen = int(chosen_slot(actions[None], np.array([len(actions)]))[0])
     return {"name": name, "path": as_path(actions), "chosen": chosen, "right": chosen == ball_slot}
-

@@ -15,7 +15,7 @@ MOST_LETTERS = 100_000
 # Letters that a model reads at a time, going on from its state: the memory of a whole word would be far more.
 PIECE = 4096
 # Name of the task -> on the page.
-TASKS = {"s5_generators": "Swaps of neighbours (S5)", "z5": "Turns of a circle (Z5)"}
+TASKS = {"s5_generators": "Swaps (S5)", "z5": "Turns (Z5)"}
 
 
 def read_letters(task: GroupWords, text) -> np.ndarray:
@@ -27,13 +27,10 @@ def read_letters(task: GroupWords, text) -> np.ndarray:
     letters = re.findall(r"[a-z]?\d|[^\s,;]", text.lower())
     for position, letter in enumerate(letters, 1):
         if letter not in numbers:
-            raise ValueError(f"Letter {position} of the word, {letter!r}, is unknown. The letters are {in_words(names)}.")
+            known = f"{', '.join(names[:-1])} and {names[-1]}"
+            raise ValueError(f"Letter {position} of the word, {letter!r}, is unknown. The letters are {known}.")
     whole_number("The number of letters", len(letters), 1, MOST_LETTERS)
     return np.array([numbers[letter] for letter in letters], dtype=np.int64)
-
-
-def in_words(names: list[str]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def random_letters(task: GroupWords, length) -> np.ndarray:

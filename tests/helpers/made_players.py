@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoConfig
 
@@ -23,6 +24,12 @@ def save_player(folder: Path, task: str, model: str, seed: int = 0) -> Path:
     place = folder / f"{task}-{model}-seed{seed}"
     made.save_pretrained(place)
     return place
+
+
+def called_directly(policy: torch.nn.Module, observations: np.ndarray) -> np.ndarray:
+    """Actions (frames, 2) for a whole episode in one call, without a page or a control loop."""
+    with torch.no_grad():
+        return policy(observations=torch.from_numpy(observations)[None]).actions[0].numpy()
 
 
 def save_players(folder: Path) -> Path:
