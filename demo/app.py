@@ -60,11 +60,11 @@ def build(models: TrainedModels) -> gr.Blocks:
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=False) as page:
         gr.HTML((HERE / "heading.html").read_text(encoding="utf-8"), apply_default_css=False, js_on_load=None)
         with gr.Tabs():
-            with gr.Tab("Shell game", render_children=True):
+            with gr.Tab("Shell game"):
                 part("shell_game", [games.start, games.answer])
-            with gr.Tab("Words", render_children=True):
+            with gr.Tab("Words"):
                 part("words", [words.follow], tasks=described)
-            with gr.Tab("Inside", render_children=True):
+            with gr.Tab("Inside"):
                 part("inside", [insides.of_episode, insides.of_word], tasks=described, policies=policies)
     return page
 

@@ -164,14 +164,16 @@ pages.addEventListener("click", (event) => {
   const by = Number(event.target.dataset.go);
   if (by) look(by > 0 ? inside.stop : Math.max(0, inside.start - (inside.stop - inside.start || 1)));
 });
-document.addEventListener("look-inside", ({ detail }) => {
-  for (const [name, value] of Object.entries(detail)) {
+function lookAsAsked() {
+  for (const [name, value] of Object.entries(document.lookInside)) {
     if (name !== "model") form.elements[name].value = value;
   }
   arrange();
-  form.elements.model.value = detail.model;
+  form.elements.model.value = document.lookInside.model;
   form.elements.head.value = "";
   look();
-});
+}
+document.addEventListener("look-inside", lookAsAsked);
 arrange();
-if (Object.keys(policies.fixed).length) look();
+if (document.lookInside) lookAsAsked();
+else if (Object.keys(policies.fixed).length) look();

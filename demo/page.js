@@ -41,8 +41,9 @@ function say(status, text, isError = false) {
   status.classList.toggle("error", isError);
 }
 
-// Another tab is shown what to look into.
+// Another tab is shown what to look into. It may be opened for the first time by this, and then finds it in the document.
 function lookInside(what) {
-  document.dispatchEvent(new CustomEvent("look-inside", { detail: what }));
+  document.lookInside = what;
+  document.dispatchEvent(new Event("look-inside"));
   [...document.querySelectorAll("button[role=tab]")].find((tab) => tab.textContent.trim() === "Inside")?.click();
 }

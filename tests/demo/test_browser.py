@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -25,10 +26,20 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def address(models):
+    """Of the page's server, which may connect to no other machine either."""
     import app
 
-    page = app.launch(models, prevent_thread_lock=True, quiet=True)
-    yield page[1]
+    reached, connect = [], socket.socket.connect
+
+    def noted(self, place):
+        if self.family != socket.AF_UNIX and place[0] not in ("127.0.0.1", "localhost", "::1"):
+            reached.append(place)
+        return connect(self, place)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", noted)
+        yield app.launch(models, prevent_thread_lock=True, quiet=True)[1]
+    assert reached == []
 
 
 @pytest.fixture
@@ -243,8 +254,11 @@ def test_the_inside_of_a_game_and_of_a_word_is_drawn(visit, models):
     visitor.press("Look inside")
     visitor.page.wait_for_selector(".note:visible")
     assert "has no reflection" in visitor.page.locator(".note:visible").inner_text()
+    visitor.page.locator(".pictures canvas").first.scroll_into_view_if_needed()
     visitor.page.locator(".pictures canvas").first.hover()
     assert re.search(r"Decay: head \d+, letter \d+ \(s\d\): \d\.\d\d", visitor.page.locator(".reading").inner_text())
+    visitor.open_tab("Shell game")
+    assert re.fullmatch(r"[✓✗] cup 1", visitor.scores()["you"])  # what was there is still there
 
 
 @pytest.fixture
@@ -264,13 +278,12 @@ def space(tmp_path):
 
 
 def test_what_is_published_runs_by_itself(space, chromium):
-    check = "import mamba3_nplr, sys; print(mamba3_nplr.__file__, file=sys.stderr); import app; app.main()"
-    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"} | {"GRADIO_SERVER_PORT": "7899"}
-    command = [sys.executable, "-u", "-c", check]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=space, env=environment, **pipes) as running:
+    program = "import mamba3_nplr; print(mamba3_nplr.__file__); import app; app.main()"
+    environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-u", "-c", program]
+    with subprocess.Popen(command, cwd=space, env=environment, stdout=subprocess.PIPE, text=True) as running:
         try:
-            assert running.stderr.readline().startswith(str(space))
+            assert running.stdout.readline().startswith(str(space))
             address = next(match[0] for line in running.stdout if (match := re.search(r"http://[\d.:]+", line)))
             visitor = Visitor(chromium, f"{address}/")
             visitor.start_game(1)
