@@ -1,5 +1,6 @@
 const REVEAL_SECONDS = 1.6; // five frames are too short for people
 const REACH_FRAMES_PER_SECOND = 20;
+const LONGEST_STEP = 0.1; // seconds between two pictures
 const FLOOR = 300;
 const LIFT = 300; // a cup's height of 0.5 is 150 units of the picture
 const REVEALED_HEIGHT = 0.42;
@@ -115,14 +116,17 @@ function along(path, time) {
   return path[before] + (path[after] - path[before]) * Math.max(0, Math.min(1, time - before));
 }
 
-// Calls `draw` with the seconds since the start until it returns false, or another animation has begun.
+// Calls `draw` with the seconds since the start until it returns false, or another animation has begun. While nobody sees
+// the page the browser asks for no pictures, and the time stands still: no swap may be missed.
 function animate(draw) {
   const own = ++run;
   return new Promise((done) => {
-    let began = null;
+    let seconds = 0;
+    let last = null;
     requestAnimationFrame(function next(now) {
-      began ??= now;
-      if (own !== run || draw((now - began) / 1000) === false) return done(own === run);
+      seconds += Math.min(LONGEST_STEP, (now - (last ?? now)) / 1000);
+      last = now;
+      if (own !== run || draw(seconds) === false) return done(own === run);
       requestAnimationFrame(next);
     });
   });
@@ -210,8 +214,8 @@ async function choose(cup) {
 async function finish(cup, ending) {
   for (const player of ending.players) movePointer(player.name, slotPosition(player.chosen));
   cups[ending.ball].classList.add("found");
-  count_result("you", ending.right, cup);
-  for (const player of ending.players) count_result(player.name, player.right, player.chosen + 1);
+  countResult("you", ending.right, cup);
+  for (const player of ending.players) countResult(player.name, player.right, player.chosen + 1);
   const chance = scores.get("chance");
   chance.right += game.chance;
   chance.games += 1;
@@ -228,7 +232,7 @@ async function finish(cup, ending) {
   });
 }
 
-function count_result(name, right, cup) {
+function countResult(name, right, cup) {
   const score = scores.get(name);
   score.games += 1;
   score.right += right ? 1 : 0;

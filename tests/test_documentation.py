@@ -111,9 +111,8 @@ def test_the_page_of_the_architecture_has_every_file():
     for folder, section in re.findall(r"^### `([\w/]+)/`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL):
         cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
         listed |= {f"{folder}/{name}" for name in re.findall(r"`([\w.]+)`", cells)}
-    files = {
-        path for folder in (*FOLDERS[1:], "demo") for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")
-    }
+    folders = [ROOT / folder for folder in (*FOLDERS[1:], "demo")]
+    files = {path for folder in folders for kind in ("py", "h", "cpp") for path in folder.rglob(f"*.{kind}")}
     assert listed == {str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"}
 
 
