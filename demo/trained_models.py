@@ -50,7 +50,7 @@ class TrainedModels:
         # Two visitors at once would load it twice.
         with self.lock:
             if folder not in self.loaded:
-                self.loaded[folder] = auto_loader(TASKS[task]).from_pretrained(folder).eval()
+                self.loaded[folder] = auto_loader(TASKS[task]).from_pretrained(folder)
             return self.loaded[folder]
 
 

@@ -61,6 +61,7 @@ def test_policies_play_as_the_models_do_when_called_directly(timing, models):
     ended = games.answer(started["game"], 1)
     episode = draw_episode(timing, 5, seed=11)
     policies = policies_of_timing(models, timing)
+    assert started["frames"] == episode.cue
     assert [player["name"] for player in started["players"]] == list(policies)
     for before, after in zip(started["players"], ended["players"], strict=True):
         actions = called_directly(policies[before["name"]], episode.observations)
