@@ -76,6 +76,7 @@ def launch(models: TrainedModels, **options):
     return build(models).launch(
         theme=system_theme(),
         css_paths=[HERE / "style.css"],
+        head_paths=[HERE / "head.html"],
         footer_links=[],
         run_history=False,
         share=False,
