@@ -58,24 +58,21 @@ def visit(chromium, address):
     assert problems == []
 
 
-def directly(models, timing, swaps, seed):
-    """The cups that models choose, counted from 1, and the ball's, without the page: the whole episode in one call."""
+def check_game(visitor, models, timing, swaps, cup):
+    """What the page was told and shows at the end of a game is what the models do when called directly."""
     from shell_games import draw_episode, policies_of_timing
 
-    episode = draw_episode(timing, swaps, seed)
-    chosen = {}
-    for name, policy in policies_of_timing(models, timing).items():
-        actions = called_directly(policy, episode.observations)
-        chosen[name] = int(chosen_slot(actions[None], np.array([len(actions)]))[0]) + 1
-    return chosen, episode.ball_slot + 1
-
-
-def check_game(visitor, models, timing, swaps, cup):
-    """What the page shows at the end of a game is what the models do when called directly."""
-    chosen, ball = directly(models, timing, swaps, visitor.answers[-1]["seed"])
-    marks = {name: f"{'✓' if its == ball else '✗'} cup {its}" for name, its in {"you": cup, **chosen}.items()}
+    started, ended = next(x for x in reversed(visitor.answers) if "moves" in x), visitor.answers[-1]
+    episode = draw_episode(timing, swaps, ended["seed"])
+    ball, chosen = episode.ball_slot + 1, {"you": cup}
+    policies = policies_of_timing(models, timing)
+    for before, after in zip(started["players"], ended["players"], strict=True):
+        actions = called_directly(policies[before["name"]], episode.observations)
+        assert np.allclose(before["path"] + after["path"], actions[:, 0], atol=2e-3)
+        chosen[before["name"]] = int(chosen_slot(actions[None], np.array([len(actions)]))[0]) + 1
+    marks = {name: f"{'✓' if its == ball else '✗'} cup {its}" for name, its in chosen.items()}
     shown = visitor.scores()
-    assert {name: shown[name] for name in marks} == marks
+    assert list(chosen) == ["you", *policies] and {name: shown[name] for name in marks} == marks
     assert visitor.status().startswith(f"The ball is under cup {ball}.")
 
 
@@ -141,7 +138,7 @@ def test_a_cup_before_the_cue_is_no_answer(visit):
 def test_visitors_at_once_do_not_mix(visit, models):
     first, second = visit(), visit()
     first.start_game(6)
-    second.start_game(3, "jittered")
+    second.start_game(3)
     first.wait_for_cue()
     second.wait_for_cue()
     second.page.keyboard.press("4")
@@ -149,7 +146,7 @@ def test_visitors_at_once_do_not_mix(visit, models):
     for visitor in (first, second):
         visitor.wait_for_ball()
     check_game(first, models, "fixed", 6, cup=1)
-    check_game(second, models, "jittered", 3, cup=4)
+    check_game(second, models, "fixed", 3, cup=4)
     third = visit()
     assert third.page.locator("tr[data-player=you] td.right, tr[data-player=you] td.wrong").count() == 0
 
