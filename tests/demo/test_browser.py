@@ -196,12 +196,16 @@ def test_words_are_followed_letter_by_letter(visit, models):
     visitor.page.wait_for_function("document.querySelector('[name=word]').value === 's0 s1'")
     visitor.press("+ s3")
     visitor.page.wait_for_function("document.querySelector('[name=word]').value === 's0 s1 s3'")
-    # A click between the third and the fourth strand.
-    braid = visitor.page.locator(".braid.drawable")
-    box = braid.bounding_box()
-    scale = box["height"] / 152
-    braid.click(position={"x": box["width"] / 2, "y": (36 + 2.5 * 26) * scale})
+    # A click between the third and the fourth strand, once they are drawn anew.
+    visitor.page.wait_for_function("document.querySelectorAll('.braid.drawable .letter').length === 3")
+    visitor.page.wait_for_timeout(300)
+    left, top, width, height = visitor.page.evaluate(
+        "(({ x, y, width, height }) => [x, y, width, height])"
+        "(document.querySelector('.braid.drawable').getBoundingClientRect())"
+    )
+    visitor.page.mouse.click(left + width / 2, top + height * (36 + 2.5 * 26) / 152)
     visitor.page.wait_for_function("document.querySelector('[name=word]').value === 's0 s1 s3 s2'")
+    visitor.page.wait_for_function("document.querySelectorAll('.braid.drawable .letter').length === 4")
     expected = SwapWords(models).follow("s5_generators", text="0132")
     assert visitor.answers[-1] == expected
     shown = visitor.page.locator(".braid-row.truth .point").all_text_contents()
