@@ -64,7 +64,8 @@ def check_game(visitor, models, timing, swaps, cup):
     """What the page was told and shows at the end of a game is what the models do when called directly."""
     from shell_games import draw_episode, policies_of_timing
 
-    started, ended = next(x for x in reversed(visitor.answers) if "moves" in x), visitor.answers[-1]
+    ended = visitor.wait_for_answer("seed")
+    started = next(x for x in reversed(visitor.answers) if "moves" in x)
     episode = draw_episode(timing, swaps, ended["seed"])
     ball, chosen = episode.ball_slot + 1, {"you": cup}
     policies = policies_of_timing(models, timing)
@@ -207,7 +208,7 @@ def test_words_are_followed_letter_by_letter(visit, models):
     visitor.page.wait_for_function("document.querySelector('[name=word]').value === 's0 s1 s3 s2'")
     visitor.page.wait_for_function("document.querySelectorAll('.braid.drawable .letter').length === 4")
     expected = SwapWords(models).follow("s5_generators", text="0132")
-    assert visitor.answers[-1] == expected
+    assert visitor.wait_for_answer("length", 4) == expected
     shown = visitor.page.locator(".braid-row.truth .point").all_text_contents()
     described = SwapWords(models).describe()["s5_generators"]
     assert len(shown) == 25 and [int(x) - 1 for x in shown[:5]] == described["arrangements"][0]
@@ -223,7 +224,7 @@ def test_the_longest_word_is_followed_and_paged_through(visit):
     visitor.page.wait_for_function("document.querySelectorAll('.status')[1].textContent.startsWith('100,000 letters')")
     visitor.press("To the end")
     assert visitor.page.locator(".pages:visible output").inner_text().endswith("to 100,000")
-    told = {model["name"]: model for model in visitor.answers[-1]["models"]}
+    told = {model["name"]: model for model in visitor.wait_for_answer("length", 100_000)["models"]}
     lost = told["mamba3"]["first_wrong"]
     visitor.page.locator("[data-model=mamba3] .link").click()
     assert f"{lost + 1:,}" in visitor.page.locator("[data-model=mamba3] .verdict").inner_text()
@@ -245,11 +246,10 @@ def test_the_inside_of_a_game_and_of_a_word_is_drawn(visit, models):
     visitor.wait_for_cue()
     visitor.page.keyboard.press("1")
     visitor.wait_for_ball()
-    seed = visitor.answers[-1]["seed"]
+    seed = visitor.wait_for_answer("seed")["seed"]
     visitor.press("Look inside this episode")
     visitor.page.wait_for_function(f"document.querySelector('[name=seed]').value === '{seed}'")
-    visitor.page.wait_for_timeout(500)
-    assert visitor.answers[-1] == Insides(models).of_episode("nplr_exact", "fixed", 2, seed)
+    assert visitor.wait_for_answer("cosines") == Insides(models).of_episode("nplr_exact", "fixed", 2, seed)
     titles = visitor.page.locator(".pictures figure b").all_inner_texts()
     assert titles[:2] == ["Gate of the reflection, beta", "Decay"] and titles[-1].startswith("Cosine")
     visitor.choose("kind", "word")

@@ -66,6 +66,15 @@ class Visitor:
         if "component_server" in request.url:
             self.answers.append(request.response().json())
 
+    def wait_for_answer(self, name: str, value=None) -> dict:
+        """The last answer, once it has this entry; the page may show an answer before it is noted here."""
+        for _ in range(200):
+            last = self.answers[-1] if self.answers else {}
+            if name in last and value in (None, last[name]):
+                return last
+            self.page.wait_for_timeout(50)
+        raise AssertionError(f"No answer has {name}={value}; the last one has {last}.")
+
     def open_tab(self, name: str) -> None:
         self.page.get_by_role("tab", name=name).click()
 
