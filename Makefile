@@ -1,12 +1,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python
+# Drives the tests of the page.
+CHROMIUM ?= chromium
+export CHROMIUM
 # Those of make test-versions; what is not there is skipped.
 PYTHONS ?= python3.11 python3.13
 BENCHMARKS := busy cpu data gpu import_time instructions models step trainer
 
-.PHONY: setup test test-slow test-paths test-paths-quick test-versions fuzz campaign quality format data publish train sanity \
-	reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
+.PHONY: setup test test-slow test-paths test-paths-quick test-versions test-demo fuzz campaign quality format data publish \
+	demo demo-pictures train sanity reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
 # Made again whenever they are asked for.
 .PHONY: results/main.json results/sanity.json results/kernels.json results/costs.json $(BENCHMARKS:%=results/%.json)
 
@@ -41,6 +44,16 @@ test-paths-quick: setup
 test-versions: setup
 	PYTHONPATH=tests $(RUN) tests/programs/versions.py --pythons $(PYTHONS) $(OPTIONS)
 
+# The page in a real browser; Chromium is installed where that is possible, and its absence is an error.
+test-demo: setup $(VENV)/.browser
+	$(RUN) -m pytest -m browser tests/demo
+
+$(VENV)/.browser: $(VENV)/.ready
+	$(RUN) -m pip install --quiet --constraint .ci/constraints.txt --editable '.[browser]'
+	command -v $(CHROMIUM) || { apt-get update --quiet && apt-get install --quiet --yes chromium; } || \
+		{ echo 'make: the page is tested in Chromium, which could not be installed: install it as root, or name it by CHROMIUM=...' >&2; exit 1; }
+	touch $@
+
 # Random wrong calls of the compiled operators under the sanitizers of the compiler.
 fuzz: setup
 	PYTHONPATH=tests $(RUN) tests/programs/fuzz_operators.py --calls 4200
@@ -56,6 +69,14 @@ quality: setup
 format: setup
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
+
+# The page, with what is in checkpoints/.
+demo: setup
+	$(RUN) demo/app.py --open
+
+# Its pictures in docs/, one of each tab.
+demo-pictures: setup $(VENV)/.browser
+	PYTHONPATH=tests $(RUN) tests/programs/demo_pictures.py docs
 
 # Such as make publish FOLDERS='runs/main/nplr data' OPTIONS=--dry_run
 publish: setup

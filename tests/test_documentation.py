@@ -98,7 +98,7 @@ def test_links_lead_somewhere(page):
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
 def test_files_and_modules_that_a_page_names_exist(page):
     text = page.read_text(encoding="utf-8")
-    places = "|".join((*FOLDERS, "benchmarks", "docs", "results", "tests"))
+    places = "|".join((*FOLDERS, "benchmarks", "demo", "docs", "results", "tests"))
     for name in re.findall(rf"(?<![\w/.])(?:{places})/[\w/.-]+\.\w+", text):
         assert (ROOT / name).exists() or name.startswith("results/runs/"), name
     for name in re.findall(r"\bmamba3_nplr(?:\.\w+)+", text):
@@ -111,19 +111,18 @@ def test_the_page_of_the_architecture_has_every_file():
     for folder, section in re.findall(r"^### `([\w/]+)/`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL):
         cells = " ".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
         listed |= {f"{folder}/{name}" for name in re.findall(r"`([\w.]+)`", cells)}
-    files = {
-        path for folder in FOLDERS[1:] for kind in ("py", "h", "cpp") for path in (ROOT / folder).rglob(f"*.{kind}")
-    }
+    folders = [ROOT / folder for folder in (*FOLDERS[1:], "demo")]
+    files = {path for folder in folders for kind in ("py", "h", "cpp") for path in folder.rglob(f"*.{kind}")}
     assert listed == {str(path.relative_to(ROOT)) for path in files if path.name != "__init__.py"}
 
 
 def test_commands_that_sources_name_exist():
-    folders = [ROOT / folder for folder in (*FOLDERS, "benchmarks", "results", "tests")]
+    folders = [ROOT / folder for folder in (*FOLDERS, "benchmarks", "demo", "results", "tests")]
     sources = [path for folder in folders for path in folder.rglob("*.py")]
     for path in (*sources, ROOT / "train_hf.py", ROOT / "Makefile"):
         text = path.read_text(encoding="utf-8")
         modules = re.findall(r"-m (mamba3_nplr(?:\.\w+)+)", text)
-        programs = re.findall(r"python ((?:benchmarks|results|tests)/[\w/]+\.py)", text)
+        programs = re.findall(r"python ((?:benchmarks|demo|results|tests)/[\w/]+\.py)", text)
         missing = [name for name in modules if find_spec(name) is None]
         missing += [name for name in programs if not (ROOT / name).exists()]
         assert not missing, path

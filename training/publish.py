@@ -1,5 +1,6 @@
 """
-Publishes finished runs and built datasets on the Hub, with card, licence and results, and lists them in a collection.
+Publishes finished runs, built datasets and the page on the Hub, with card, licence and results, and lists them in a
+collection.
 
     python -m mamba3_nplr.publish FOLDER [FOLDER ...] [--owner NAME] [--dry_run]
 
@@ -25,9 +26,11 @@ from ..modeling.hub.errors import clear_errors
 from ..modeling.hub.folder_lock import FolderInUseError, folder_lock
 from . import record
 from .checkpoints import UNFINISHED
+from .space import is_page, plan_space
 from .upload import Upload, licence, plan_run
 
 DATASET_NAME = "state-tracking"
+SPACE_NAME = "shell-game"
 EDITABLE = (record.CARD_FILE, record.PLOT)  # what readers look at; results are as they were found, or refused
 UNKNOWN_OWNER = "OWNER"  # in a dry run, which asks nobody whose the token is
 
@@ -47,7 +50,7 @@ def plan(
     What publishing a folder would upload. Nothing of the Hub is needed for it.
 
     Args:
-        folder: Of a finished run, or of built datasets.
+        folder: Of a finished run, of built datasets, or of the page.
         owner, name: Of the repository; the name is by default that of the settings of the run.
         allow_uncommitted: Whether a run of code that is in no commit may be published.
         allow_edited: Names of `EDITABLE` files of a run that may have been changed since.
@@ -56,6 +59,8 @@ def plan(
         return plan_dataset(folder, f"{owner}/{name or DATASET_NAME}")
     if not folder.is_dir():
         raise RefusedError(f"{folder} is not there.")
+    if is_page(folder):
+        return plan_page(folder, f"{owner}/{name or SPACE_NAME}")
     check_files(folder, allow_edited)
     summary = json.loads((folder / record.RESULTS).read_text(encoding="utf-8"))
     check_run(folder, summary, allow_uncommitted)
@@ -120,6 +125,13 @@ def plan_dataset(folder: Path, repo_id: str) -> Upload:
     return Upload(repo_id, "dataset", files | made, "State-tracking tasks", f"The tasks: {', '.join(tasks)}")
 
 
+def plan_page(folder: Path, repo_id: str) -> Upload:
+    try:
+        return plan_space(folder, repo_id)
+    except ValueError as error:
+        raise RefusedError(str(error)) from error
+
+
 def publish(uploads: list[Upload], api: HfApi, private: bool, revision: str | None, collection: str) -> None:
     """
     Args:
@@ -127,7 +139,8 @@ def publish(uploads: list[Upload], api: HfApi, private: bool, revision: str | No
     """
     for upload in uploads:
         with upload.clear_errors():
-            api.create_repo(upload.repo_id, repo_type=upload.repo_type, private=private, exist_ok=True)
+            sdk = {"space_sdk": "gradio"} if upload.repo_type == "space" else {}
+            api.create_repo(upload.repo_id, repo_type=upload.repo_type, private=private, exist_ok=True, **sdk)
             if revision:
                 api.create_branch(upload.repo_id, branch=revision, repo_type=upload.repo_type, exist_ok=True)
         print(f"{upload.repo_id}: {upload.push(api, revision)}")
@@ -165,12 +178,12 @@ def describe(uploads: list[Upload], owner: str, collection: str) -> str:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mamba3_nplr.publish",
-        description="Publishes finished runs and built datasets on the Hub, with card, licence and results.",
+        description="Publishes finished runs, built datasets and the page on the Hub, with card, licence and results.",
     )
-    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="of a finished run or built datasets")
+    parser.add_argument("folders", metavar="FOLDER", nargs="+", type=Path, help="of a run, datasets or the page")
     parser.add_argument("--owner", help="user or organization (default: the user whose token is used)")
     parser.add_argument(
-        "--name", help=f"of the repository, for a single FOLDER (default: from the run, or {DATASET_NAME})"
+        "--name", help=f"of the repository, for a single FOLDER (default: from the run, {DATASET_NAME} or {SPACE_NAME})"
     )
     parser.add_argument("--private", action="store_true", help="make new repositories private")
     parser.add_argument("--revision", help="branch to commit to, made if it is not there (default: main)")

@@ -23,7 +23,7 @@ MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "config.json
 class Upload:
     """
     Args:
-        repo_id, repo_type: The repository; the type is "model" or "dataset".
+        repo_id, repo_type: The repository; the type is "model", "dataset" or "space".
         files: Paths in the repository -> a file, or contents made for the repository.
         message: Of the commit.
         note: What it is, in a few words, for an index.

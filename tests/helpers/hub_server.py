@@ -1,6 +1,6 @@
 """
-A Hub on this machine: as much of the protocol as the real client needs to push and pull models and datasets, with its
-access rules, and with faults on demand.
+A Hub on this machine: as much of the protocol as the real client needs to push and pull models, datasets and spaces,
+with its access rules, and with faults on demand.
 """
 
 import base64
@@ -179,6 +179,7 @@ def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
 
 LICENSES = ("apache-2.0", "mit", "bsd-3-clause", "cc-by-4.0", "other")
 TASKS = ("text-classification", "token-classification", "robotics", "reinforcement-learning", "other")
+SPACE_COLORS = ("red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray")
 
 
 def card_problems(metadata: dict) -> list[str]:
@@ -201,14 +202,24 @@ def card_problems(metadata: dict) -> list[str]:
                 found.append("a result needs a task type, a dataset type and a dataset name")
             if not result.get("metrics") or not all(x.get("type") and "value" in x for x in result["metrics"]):
                 found.append("a result needs metrics with type and value")
+    colors = [metadata[name] for name in ("colorFrom", "colorTo") if name in metadata]
+    if not set(colors) <= set(SPACE_COLORS):
+        found.append(f'"colorFrom" and "colorTo" must be one of {SPACE_COLORS}')
+    if len(metadata.get("short_description", "")) > 60:
+        found.append('"short_description" must have 60 letters at most')
     for config in metadata.get("configs", []):
         if not config.get("config_name") or not all(x["path"] and x["split"] for x in config["data_files"]):
             found.append("a configuration needs a name, and data files with split and path")
     return found
 
 
-API = r"/api/(?P<kind>models|datasets)/(?P<repo_id>[^/]+/[^/]+)"
-URL = r"/(?P<kind>datasets/)?(?P<repo_id>[^/]+/[^/]+)"
+def web_prefix(kind: str) -> str:
+    """Of the address of a repository: that of a model has none."""
+    return "" if kind == "models" else f"{kind}/"
+
+
+API = r"/api/(?P<kind>models|datasets|spaces)/(?P<repo_id>[^/]+/[^/]+)"
+URL = r"/(?P<kind>datasets/|spaces/)?(?P<repo_id>[^/]+/[^/]+)"
 COLLECTION = r"/api/collections/(?P<slug>[^/]+/[^/]+)"
 # Method, address, the handler's method, and whether it writes, for which a token is needed.
 ROUTES = [
@@ -279,7 +290,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def repository(self, kind: str | None, repo_id: str) -> Repository:
         """A repository that the user may see and, in a request that writes, change."""
-        repository = self.server.repository(repo_id, "datasets" if kind and kind.startswith("datasets") else "models")
+        repository = self.server.repository(repo_id, kind.rstrip("/") if kind else "models")
         owner = repo_id.partition("/")[0]
         if not repository.exists() or (repository.private and self.user != owner):
             # As on the Hub, the answer does not tell which of the two it is.
@@ -297,7 +308,9 @@ class Handler(BaseHTTPRequestHandler):
         given = json.loads(self.body)
         repo_id = f"{given.get('organization') or self.user}/{given['name']}"
         kind = f"{given.get('type') or 'model'}s"
-        url = f"{self.server.url}/{'datasets/' if kind == 'datasets' else ''}{repo_id}"
+        if kind == "spaces" and not given.get("sdk"):
+            raise HubError(400, "A Space needs an sdk.")
+        url = f"{self.server.url}/{web_prefix(kind)}{repo_id}"
         if given.get("organization") not in (None, self.user):
             raise HubError(403, f"You don't have the rights to create a repository under {given['organization']}.")
         with self.server.lock:
@@ -408,8 +421,7 @@ class Handler(BaseHTTPRequestHandler):
             commit_id = repository.add_commit(revision, header["value"]["summary"], files)
         if self.server.fault("cut_answers"):
             return self.cut()
-        prefix = "datasets/" if kind == "datasets" else ""
-        url = f"{self.server.url}/{prefix}{repo_id}/commit/{commit_id}"
+        url = f"{self.server.url}/{web_prefix(kind)}{repo_id}/commit/{commit_id}"
         self.send_json({"success": True, "commitOid": commit_id, "commitUrl": url, "hookOutput": ""})
 
     def send_file(self, kind: str | None, repo_id: str, revision: str, path: str) -> None:
@@ -521,7 +533,7 @@ class HubServer(ThreadingHTTPServer):
     Serves while its context is open; all repositories are in `folder`.
 
     Args:
-        folder: Where repositories are kept: `KIND/OWNER/NAME`, with KIND `models` or `datasets`.
+        folder: Where repositories are kept: `KIND/OWNER/NAME`, with KIND `models`, `datasets` or `spaces`.
         tokens: Tokens -> the names of their users, who may see and change what is theirs.
         read_only: Those of the tokens that may change nothing.
 

@@ -1,0 +1,55 @@
+"""
+Draws the pictures of the page, one of each tab, with the models of the repository.
+
+    python tests/programs/demo_pictures.py docs          # make demo-pictures
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from helpers.chromium import Visitor, open_chromium
+from helpers.places import ROOT
+
+sys.path.append(str(ROOT / "demo"))
+
+WORD = "s0 s1 s2 s3 s2 s1 s0 s3 s1 s2 s0 s1 s3 s2 s1 s0 s2 s3"
+
+
+def draw(visitor: Visitor, folder: Path) -> None:
+    page = visitor.page
+    visitor.start_game(8)
+    visitor.wait_for_cue()
+    page.keyboard.press("3")
+    visitor.wait_for_ball()
+    page.wait_for_timeout(1000)
+    page.screenshot(path=folder / "demo_shell_game.png")
+    visitor.open_tab("Words")
+    visitor.fill("word", WORD)
+    visitor.press("Follow it")
+    page.wait_for_timeout(1500)
+    page.screenshot(path=folder / "demo_words.png")
+    visitor.open_tab("Inside")
+    page.wait_for_selector("figure")
+    page.wait_for_timeout(1000)
+    page.screenshot(path=folder / "demo_inside.png")
+
+
+def main() -> None:
+    import app
+    from trained_models import TrainedModels
+
+    parser = argparse.ArgumentParser(description="Draws the pictures of the page.")
+    parser.add_argument("folder", type=Path, help="where they go")
+    folder = parser.parse_args().folder
+    address = app.launch(TrainedModels(), prevent_thread_lock=True, quiet=True)[1]
+    with open_chromium() as browser:
+        visitor = Visitor(browser, address, height=1000)
+        draw(visitor, folder)
+        visitor.leave()
+    if visitor.problems:
+        sys.exit(f"The page has problems: {visitor.problems}")
+
+
+if __name__ == "__main__":
+    main()
