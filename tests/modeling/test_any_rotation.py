@@ -1,11 +1,11 @@
 """
-One block holds any rotation of space, with weights made by hand: the even permutations of five elements, all 60 of them as
-letters, are the rotations of the icosahedron.
+One block holds any rotation of space, with weights made by hand: all 60 even permutations of five elements as letters,
+which are the rotations of the icosahedron.
 
-In four dimensions a rotation of space with -1 beside it has determinant -1, and is one reflection and a rotation of each
-of two fixed planes. With quaternions: it takes x to -q x* q*, a reflection takes x to -k x* k, and the planes of (1, i)
-and (j, k) turn by x -> e^(ia) x e^(ib). So k = e^(-ia) q and q e^(-ia) q = e^(-ib) are asked for, and the latter has a
-solution for every q: what it has of j and k is 2 (q_0 cos a + q_1 sin a) times that of q.
+In four dimensions a rotation of space with -1 beside it is one reflection and a turn of each of two fixed planes. With
+quaternions: it takes x to -q x* q*, a reflection takes x to -k x* k, and the planes of (1, i) and (j, k) turn by
+x -> e^(ia) x e^(ib). So k = e^(-ia) q and q e^(-ia) q = e^(-ib) are asked for, and the latter has a solution for every
+q: what it has of j and k is 2 (q_0 cos a + q_1 sin a) times that of q.
 """
 
 import math
