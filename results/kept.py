@@ -22,7 +22,7 @@ from records import Records, read_records
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE.parent / "checkpoints"
-MODELS = ("mamba3", "nplr", "nplr_norope")
+MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact")
 WEIGHTS, CONFIGURATION = "model.safetensors", "config.json"
 OF_CODE = ("auto_map", "custom_pipelines")  # in a configuration: where its code lies
 

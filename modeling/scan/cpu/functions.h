@@ -110,13 +110,15 @@ FORCE_INLINE inline WithSlope<T> softplus_and_slope(Vector<T> x) {
     const Vector<T> slope = (x < T(0) ? e : all(T(1))) / (T(1) + e);
     return {x > T(20) ? x : positive + log_one_plus(e), x > T(20) ? all(T(1)) : slope};
 }
+// Each alone, and not as parts of the former: GCC 12 breaks off where these are inlined into the mixer of the delta family.
 template <typename T>
 Vector<T> softplus(Vector<T> x) {
-    return softplus_and_slope<T>(x).value;
+    const Vector<T> size = x < T(0) ? -x : x, positive = x < T(0) ? Vector<T>{} : x;
+    return x > T(20) ? x : positive + log_one_plus(exponential(-size));
 }
 template <typename T>
 Vector<T> softplus_slope(Vector<T> x) {
-    return softplus_and_slope<T>(x).slope;
+    return x > T(20) ? all(T(1)) : sigmoid<T>(x);
 }
 
 }  // namespace
