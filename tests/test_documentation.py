@@ -65,6 +65,7 @@ def test_the_examples_run(tmp_path):
     assert set(pages) == {"README", "environment", "fine_tuning", "hub", "inference", "tasks"}
     for page in pages:
         (tmp_path / page).mkdir()
+    (tmp_path / "README" / "checkpoints").symlink_to(ROOT / "checkpoints")
     [table] = blocks(ROOT / "docs" / "fine_tuning.md", "csv")
     own = tmp_path / "fine_tuning"
     (own / "words.csv").write_text(table)
@@ -74,7 +75,7 @@ def test_the_examples_run(tmp_path):
     (tmp_path / "blocks.json").write_text(json.dumps(pages))
     with HubServer(tmp_path / "hub_server", TOKENS) as hub:
         done = run_script(hub, tmp_path, SESSION + CHECKS)
-    assert "torch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
+    assert "[0, 2, 3, 1, 4]\ntorch.Size([2, 120]) torch.Size([2, 64, 120])" in done.stdout
     assert "'token': 'press', 'element'" in done.stdout and "'label': 'LABEL_" in done.stdout
     assert hub.repository("user/policy").private and "mamba3_nplr_pipelines.py" in hub.repository("user/policy").files()
     assert hub.repository("user/words", "datasets").private
