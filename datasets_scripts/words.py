@@ -75,6 +75,8 @@ class GroupWords(PrefixClassification):
         check_choice("growth", self.growth, ("linear", "geometric"))
         for name in ("length", "test_size"):
             check_at_least(name, getattr(self, name), 1)
+        if self.start_length is None and self.growth != "linear":
+            raise ValueError(f"growth={self.growth!r} is not allowed without a start_length to grow from.")
         if self.start_length is not None:
             check_at_least("start_length", self.start_length, 1)
             check_at_least("length", self.length, self.start_length)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import statistics
 import threading
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from mamba3_nplr.datasets_scripts.tasks import TASKS
 from mamba3_nplr.training.models import auto_loader
+from mamba3_nplr.training.record import mean_figure
 
 HERE = Path(__file__).resolve().parent
 # In a Space they lie beside the page, in a checkout beside its folder.
@@ -38,7 +38,7 @@ class TrainedModels:
         for path in self.folder.glob("*/config.json"):
             named = FOLDER.fullmatch(path.parent.name)
             if named and named["task"] == task:
-                rank = (-mean_figure(path.parent), int(named["seed"]), path.parent)
+                rank = (-figure_of(path.parent), int(named["seed"]), path.parent)
                 found.setdefault(named["model"], []).append(rank)
         return {model: min(found[model])[-1] for model in MODELS if model in found}
 
@@ -54,10 +54,9 @@ class TrainedModels:
             return self.loaded[folder]
 
 
-def mean_figure(folder: Path) -> float:
-    """The main metric over all test sets, from 0 to 1, as the checkpoint or the page of results has it; else 0."""
+def figure_of(folder: Path) -> float:
+    """What its seed is compared by, as the checkpoint or the page of results has it; else 0."""
     for path in (folder / "results.json", folder.parents[1] / "results" / "runs" / f"{folder.name}.json"):
         if path.is_file():
-            run = json.loads(path.read_text(encoding="utf-8"))
-            return statistics.mean(figures[run["metric"]] for figures in run["results"].values())
+            return mean_figure(json.loads(path.read_text(encoding="utf-8")))
     return 0.0

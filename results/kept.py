@@ -5,19 +5,19 @@ code, which the package has.
     python results/kept.py [--trained runs/paper] [--checkpoints checkpoints]
 
 A model is then in `checkpoints/TASK-MODEL-seedSEED`, from where it loads as any other. Those of the paper's main models
-are kept, and removed when another seed turns out better or worse. What is not in the folder of trainings stays as it
-is.
+and of the exact one are kept, and removed when another seed turns out better or worse. What is not in the folder of
+trainings stays as it is.
 """
 
 import argparse
 import json
 import shutil
-import statistics
 from pathlib import Path
 
 from mamba3_nplr.modeling.hub.atomic_files import write_atomically
 from mamba3_nplr.training import record
 from mamba3_nplr.training.checkpoints import is_whole
+from mamba3_nplr.training.record import mean_figure
 from records import Records, read_records
 
 HERE = Path(__file__).resolve().parent
@@ -34,11 +34,6 @@ def ends(runs: list[dict]) -> dict[str, str]:
     best, worst = max(runs, key=mean_figure)["name"], min(runs, key=mean_figure)["name"]
     which = f"of {len(runs)} seeds"
     return {best: f"best {which}", worst: f"worst {which}"} if best != worst else {best: f"one {which}, all alike"}
-
-
-def mean_figure(run: dict) -> float:
-    """The main metric, from 0 to 1, over all test sets."""
-    return statistics.mean(results[run["metric"]] for results in run["results"].values())
 
 
 def kept_runs(records: Records) -> dict[str, tuple[dict, str]]:

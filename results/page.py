@@ -12,8 +12,9 @@ import tables
 from cells import Cells, Place, markdown, read_costs
 from claims import CLAIMS
 from files import files_table, origin
-from kept import CONFIGURATION, kept_runs, mean_figure
+from kept import CONFIGURATION, kept_runs
 from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.training.record import mean_figure
 from paper import ABOVE, BELOW, CONDITIONS, PAPER_NAMES, Paper
 from records import Records, read_records
 

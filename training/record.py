@@ -4,6 +4,7 @@ import json
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -85,6 +86,11 @@ def command(run: TrainingRun) -> str:
     for name, value in (names | run.changed).items():
         words += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
     return shlex.join(words)
+
+
+def mean_figure(summary: dict) -> float:
+    """The main metric of a run, from 0 to 1, over all its test sets: what its seeds are compared by."""
+    return statistics.mean(figures[summary["metric"]] for figures in summary["results"].values())
 
 
 def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int, float], seconds: float | None) -> dict:

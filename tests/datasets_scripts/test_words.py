@@ -185,6 +185,7 @@ def test_metrics():
         ({"length": -1}, "length=-1 is not allowed.*at least 1"),
         ({"inputs": "letters"}, "inputs='letters' is not allowed.*elements, generators"),
         ({"growth": "fast"}, "growth='fast' is not allowed.*linear, geometric"),
+        ({"growth": "geometric"}, "growth='geometric' is not allowed without a start_length"),
         ({"start_length": 65}, "length=64 is not allowed.*at least 65"),
         ({"test_lengths": (64, 0)}, "test_lengths=0"),
         ({"test_lengths": ()}, r"test_lengths=\(\) is not allowed.*one or more"),

@@ -110,7 +110,8 @@ FORCE_INLINE inline WithSlope<T> softplus_and_slope(Vector<T> x) {
     const Vector<T> slope = (x < T(0) ? e : all(T(1))) / (T(1) + e);
     return {x > T(20) ? x : positive + log_one_plus(e), x > T(20) ? all(T(1)) : slope};
 }
-// Each alone, and not as parts of the former: GCC 12 breaks off where these are inlined into the mixer of the delta family.
+// Each alone, and not as parts of the former: where those are inlined into the mixer of the delta family, GCC 12 breaks
+// off with an internal error.
 template <typename T>
 Vector<T> softplus(Vector<T> x) {
     const Vector<T> size = x < T(0) ? -x : x, positive = x < T(0) ? Vector<T>{} : x;
