@@ -23,8 +23,10 @@ class Mamba3NPLRConfig(SequenceModelConfig):
         reflection_rank (`0` or `1`, defaults to 1): 0 is plain Mamba-3, 1 adds the reflection.
         reflection_form (`"additive"` or `"contractive"`, defaults to `"additive"`): The transition
             d_t I - beta_t k_t k_t' of the paper, or d_t (I - beta_t k_t k_t'), which never expands.
-        injection (`"trapezoid"` or `"delta"`, defaults to `"trapezoid"`): How inputs enter the state; `"delta"` writes
-            beta_t k_t u_t' in place of both trapezoid terms, and needs a reflection.
+        injection (`"trapezoid"`, `"delta"` or `"overwrite"`, defaults to `"trapezoid"`): How inputs enter the state.
+            In place of both trapezoid terms `"delta"` writes beta_t k_t u_t', and `"overwrite"`
+            beta_t (2 - beta_t) k_t u_t': with beta_t = 1 it puts u_t in the place of what was there, and a full mirror,
+            beta_t = 2, writes nothing. Both need a reflection.
         gate_form (`"smooth"` or `"exact"`, defaults to `"smooth"`): `"exact"` gates reach beta = 0, beta = 2,
             decay 1 and an angle of 0, which sigmoid and softplus only approach, and tanh only crosses.
         initial_state (`"zero"` or `"learned"`, defaults to `"zero"`): Whether the first state is a parameter.
@@ -60,7 +62,7 @@ class Mamba3NPLRConfig(SequenceModelConfig):
     num_rope_pairs: int = 4
     reflection_rank: Literal[0, 1] = 1
     reflection_form: Literal["additive", "contractive"] = "additive"
-    injection: Literal["trapezoid", "delta"] = "trapezoid"
+    injection: Literal["trapezoid", "delta", "overwrite"] = "trapezoid"
     gate_form: Literal["smooth", "exact"] = "smooth"
     initial_state: Literal["zero", "learned"] = "zero"
     decay_activation: Literal["softplus", "heavy_tail"] = "softplus"
@@ -84,7 +86,7 @@ class Mamba3NPLRConfig(SequenceModelConfig):
             allowed = f"1 to {pairs} (half of state_size={self.state_size}) with use_rope=True"
             self._require(1 <= self.num_rope_pairs <= pairs, "num_rope_pairs", allowed)
         if self.reflection_rank == 0:
-            self._require(self.injection != "delta", "injection", "'trapezoid' with reflection_rank=0")
+            self._require(self.injection == "trapezoid", "injection", "'trapezoid' with reflection_rank=0")
 
     @property
     def num_heads(self) -> int:

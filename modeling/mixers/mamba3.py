@@ -15,6 +15,8 @@ and with gate_form="exact"
     h_t = d_t h_{t-1} - beta_t k_t (k_t' h_{t-1}) + lam_t dt_t B_t u_t' + (1 - lam_t) dt_t d_t B_{t-1} u_{t-1}'
     y_t = C_t' h_t + D u_t
     out = W_out (y_t * silu(z_t))                   with output_norm, RMSNorm_head(y_t) in place of y_t
+
+In place of both input terms injection="delta" writes beta_t k_t u_t', and "overwrite" beta_t (2 - beta_t) k_t u_t'.
 """
 
 import math
@@ -48,8 +50,8 @@ class Mamba3State(NamedTuple):
     """Everything a mixer needs of the tokens it has seen, one row for each sequence."""
 
     h: torch.Tensor  # (batch, heads, state, channels)
-    B: torch.Tensor  # (batch, heads, state) of the last token; with injection="delta", size 0
-    u: torch.Tensor  # (batch, heads, channels) of the last token; with injection="delta", size 0
+    B: torch.Tensor  # (batch, heads, state) of the last token; otherwise than with a trapezoid, size 0
+    u: torch.Tensor  # (batch, heads, channels) of the last token; otherwise than with a trapezoid, size 0
     phase: torch.Tensor  # (batch, heads, pairs) Theta, between -pi and pi; without RoPE, size 0
 
 
@@ -104,6 +106,7 @@ class Mamba3Mixer(nn.Module):
         # For compiled mixers; to look them up in the configuration takes as long as a step.
         self.options = {
             "contractive": config.reflection_form == "contractive",
+            "overwrites": config.injection == "overwrite",
             "heavy_tail": config.decay_activation == "heavy_tail",
             "a_min": config.a_min,
             "epsilon": self.C_norm.eps,
@@ -240,12 +243,13 @@ class Mamba3Mixer(nn.Module):
         cosine_sine, phase = self.rotation(dt, angle, state, mask, cu_seqlens)
         C = rotate(self.C_norm(C)[..., None, :] + self.C_bias.squeeze(1), cosine_sine)
         k, beta, reflection = self.reflection(k, beta, log_decay, cosine_sine)
-        if self.config.injection == "delta":
-            B, write, carry = k, beta, None
-        else:
+        if self.config.injection == "trapezoid":
             B = rotate(self.B_norm(B)[..., None, :] + self.B_bias.squeeze(1), cosine_sine)
             trapezoid = trap.sigmoid()
             write, carry = trapezoid * dt, (1 - trapezoid) * dt
+        else:
+            overwrites = self.config.injection == "overwrite"
+            B, write, carry = k, beta * (NUMBERS.beta_max - beta) if overwrites else beta, None
 
         y, scanned = scan(
             u.to(vector_dtype),

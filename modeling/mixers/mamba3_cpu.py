@@ -19,7 +19,7 @@ from .mixer_operator import INDEX, MixerOperator, of_letters
 class MixerWeights(NamedTuple):
     """
     The parameters of a mixer that are not projections. What is None is an option: without `A_bias` the gates are
-    smooth, without `B_weight` the write is that of the delta rule, without `norm_weight` the output is not normalised.
+    smooth, without `B_weight` the write is along k, without `norm_weight` the output is not normalised.
     """
 
     dt_bias: torch.Tensor  # (heads,)
@@ -107,7 +107,7 @@ def mixer_fields() -> dict[str, type]:
     names = (*TOKENS, *WEIGHTS, *STATES)
     gradients = [f"grad_{name}" for name in (*RESULTS[:5], *names)]
     return (
-        dict.fromkeys((*sizes, "threads", "contractive", "heavy_tail"), INTEGER)
+        dict.fromkeys((*sizes, "threads", "contractive", "overwrites", "heavy_tail"), INTEGER)
         | dict.fromkeys(("a_min", "epsilon", *MixerNumbers._fields), NUMBER)
         | dict.fromkeys((*INDEX, *names, *RESULTS, *gradients), TENSOR)
     )
@@ -119,7 +119,7 @@ class CompiledMixer(MixerOperator):
     name = "mixer_cpu"
     projections = TOKENS
     given = TOKENS | WEIGHTS | STATES | SEQUENCES
-    options = {"contractive": bool, "heavy_tail": bool, "a_min": float, "epsilon": float}
+    options = {"contractive": bool, "overwrites": bool, "heavy_tail": bool, "a_min": float, "epsilon": float}
     for_gradient = {
         "grad_out": Argument("batch length heads*channels", "element"),
         "grad_h": Argument("rows heads state channels"),
@@ -207,6 +207,7 @@ def mixer_cpu(
     index: torch.Tensor | None = None,
     *,
     contractive: bool,
+    overwrites: bool,
     heavy_tail: bool,
     a_min: float,
     epsilon: float,
@@ -228,7 +229,7 @@ def mixer_cpu(
     inside = torch.promote_types(projected.dtype, torch.float32)
     k, beta = (None if x is None else x.to(projected.dtype) for x in (k, beta))
     weights, state = ((None if x is None else x.to(inside) for x in group) for group in (weights, state))
-    given, options = (projected, k, beta, *weights, *state, *sequences), (contractive, heavy_tail, a_min, epsilon)
+    given, options = (projected, k, beta, *weights, *state, *sequences), (contractive, overwrites, heavy_tail, a_min, epsilon)
     if index is None:
         out, h, B, u, phase, *_ = mixer_operator(*given, *options)
     else:
@@ -245,6 +246,7 @@ def step_cpu(
     frame: BlockFrame,
     *,
     contractive: bool,
+    overwrites: bool,
     heavy_tail: bool,
     a_min: float,
     epsilon: float,
@@ -263,7 +265,7 @@ def step_cpu(
     if not all(may_be_read(part, dtype, shape) for part, shape in zip(parts, shapes, strict=True)):
         return None
     pointers = tuple(None if part is None else part.data_ptr() for part in parts)
-    template = step_template(sizes, pointers[5:], *frame[2:], contractive, heavy_tail, a_min, epsilon)
+    template = step_template(sizes, pointers[5:], *frame[2:], contractive, overwrites, heavy_tail, a_min, epsilon)
     arguments = step_function.struct.from_buffer_copy(template)
     y, *final = (torch.empty_like(part) for part in parts[:5])
     arguments.rows = arguments.tokens = rows
@@ -347,6 +349,7 @@ def step_template(
     centred: bool,
     residual: bool,
     contractive: bool,
+    overwrites: bool,
     heavy_tail: bool,
     a_min: float,
     epsilon: float,
@@ -369,6 +372,7 @@ def step_template(
         centred=centred,
         residual=residual,
         contractive=contractive,
+        overwrites=overwrites,
         heavy_tail=heavy_tail,
         a_min=a_min,
         epsilon=epsilon,

@@ -85,7 +85,7 @@ def test_every_field_is_documented():
         ("cue_weight", -1, "at least 0"),
         ("reflection_rank", 2, r"\(0, 1\)"),
         ("reflection_form", "contracting", r"\('additive', 'contractive'\)"),
-        ("injection", "euler", r"\('trapezoid', 'delta'\)"),
+        ("injection", "euler", r"\('trapezoid', 'delta', 'overwrite'\)"),
         ("gate_form", "hard", r"\('smooth', 'exact'\)"),
         ("initial_state", "random", r"\('zero', 'learned'\)"),
         ("decay_activation", "relu", r"\('softplus', 'heavy_tail'\)"),

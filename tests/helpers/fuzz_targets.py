@@ -233,6 +233,8 @@ def with_options(mixer, given: dict):
     """A copy with other options."""
     mixer = copy.deepcopy(mixer)
     mixer.config.reflection_form = "contractive" if given["contractive"] else "additive"
+    if mixer.config.injection != "trapezoid":
+        mixer.config.injection = "overwrite" if given["overwrites"] else "delta"
     mixer.config.decay_activation = "heavy_tail" if given["heavy_tail"] else "softplus"
     mixer.config.a_min = float(given["a_min"])
     for norm in (mixer.B_norm, mixer.C_norm, mixer.norm):

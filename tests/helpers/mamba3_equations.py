@@ -59,6 +59,8 @@ def equations(mixer, x):
                 new = new - strength * torch.outer(k, k @ h)
             if config.injection == "delta":
                 new = new + beta * torch.outer(k, u)
+            elif config.injection == "overwrite":
+                new = new + beta * (2 - beta) * torch.outer(k, u)
             else:
                 B = rotate(rms(W["B"] @ x_t, mixer.B_norm.weight) + mixer.B_bias[i, 0], theta)
                 new = new + lam * dt * torch.outer(B, u) + (1 - lam) * dt * d * previous

@@ -23,6 +23,7 @@ OPTIONS = {
     "no_rope": {"use_rope": False},
     "contractive": {"reflection_form": "contractive"},
     "delta": {"injection": "delta", "reflection_form": "contractive"},
+    "overwrite": {"injection": "overwrite", "reflection_form": "contractive"},
     "exact_gates": {"gate_form": "exact"},
     "learned_state": {"initial_state": "learned"},
     "heavy_tail": {"decay_activation": "heavy_tail"},
@@ -34,9 +35,8 @@ OPTIONS = {
     "exact_tracking": {
         "reflection_form": "contractive",
         "gate_form": "exact",
-        "injection": "delta",
+        "injection": "overwrite",
         "initial_state": "learned",
-        "use_rope": False,
     },
 }
 

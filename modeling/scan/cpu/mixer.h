@@ -221,7 +221,7 @@ class MixerWorker {
             const V d = exponential(-rate.at(t) * dt.at(t));
             vec(s.d + t) = d;
             vec(s.r + t) = a.contractive ? beta.at(t) * d : beta.at(t);
-            vec(s.w + t) = s.carries ? lambda.at(t) * dt.at(t) : beta.at(t);
+            vec(s.w + t) = s.carries ? lambda.at(t) * dt.at(t) : gates.write_along_k(beta.at(t));
             vec(s.c + t) = (T(1) - lambda.at(t)) * dt.at(t);
         }
     }
@@ -408,7 +408,7 @@ class MixerWorker {
                 grad_dt[t] += s.grad_w[t] * lambda[t] + s.grad_c[t] * (T(1) - lambda[t]);
                 to_trap = (s.grad_w[t] - s.grad_c[t]) * dt[t] * lambda[t] * (T(1) - lambda[t]);
             } else {
-                to_beta += s.grad_w[t];
+                to_beta += s.grad_w[t] * gates.write_slope(beta[t]);
             }
             const T to_log = to_d * s.d[t], to_A = -to_log * dt[t] * rate_slope[t];
             const T to_dt = (grad_dt[t] - to_log * rate[t]) * dt_slope[t];

@@ -15,14 +15,14 @@
 
 // The mixer between its projections. `projected` is (tokens, width) with columns z, x, B, C, dt, A, trap, angle; k is
 // (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all
-// else. Null pointers are options: without k there is no reflection, without B_weight the write is that of the delta
-// rule, without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no
+// else. Null pointers are options: without k there is no reflection, without B_weight the write is along
+// k, without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no
 // gradient will be asked for. Gradients are written, not added. Where `letters` is not 0 the projections are those of
 // so many letters, and token i is letter index[i].
 template <typename S, typename T>
 struct Mixer {
     Layout layout;
-    int64_t tokens, letters, width, heads, state, channels, pairs, threads, contractive, heavy_tail;
+    int64_t tokens, letters, width, heads, state, channels, pairs, threads, contractive, overwrites, heavy_tail;
     double a_min, epsilon;
     double beta_max, beta_stretch, beta_shift, rate_shift, angle_shift, shortest_k;  // see mixers/mamba3_numbers.py
     const int64_t* index;
@@ -101,6 +101,15 @@ class Gates {
         if (!a.A_bias) return {most * gate, most * slope};
         const V wide = stretch * gate - T(a.beta_shift), low = wide < T(0) ? V{} : wide;
         return {low > most ? all(most) : low, wide < T(0) ? V{} : (wide > most ? V{} : stretch * slope)};
+    }
+    // The weight of a write along k: beta, or beta (2 - beta), which leaves out what full mirrors would write.
+    template <typename X>
+    FORCE_INLINE inline X write_along_k(X beta) const {
+        return a.overwrites ? beta * (T(a.beta_max) - beta) : beta;
+    }
+    template <typename X>
+    FORCE_INLINE inline X write_slope(X beta) const {
+        return a.overwrites ? T(a.beta_max) - T(2) * beta : X{} + T(1);
     }
     FORCE_INLINE inline WithSlope<T> angular_speed(V x) const {
         const V tangent = hyperbolic_tangent(x), slope = T(kPi) * (T(1) - tangent * tangent);

@@ -201,7 +201,7 @@ class TokenMaps {
             to[kBetaSlope] = beta.slope;
         }
         if (!a.B_weight) {
-            to[kWrite] = to[kBeta];
+            to[kWrite] = gates.write_along_k(to[kBeta]);
             to[kCarry] = V{};
             return;
         }
@@ -221,7 +221,7 @@ class TokenMaps {
             to_dt += g[kToWrite] * lambda + g[kToCarry] * (T(1) - lambda);
             to_trap = (g[kToWrite] - g[kToCarry]) * of[kDt] * lambda * (T(1) - lambda);
         } else {
-            to_beta += g[kToWrite];
+            to_beta += g[kToWrite] * gates.write_slope(of[kBeta]);
         }
         const V to_A = -to_log * of[kDt] * of[kRateSlope];
         to_dt = (to_dt - to_log * of[kRate]) * of[kDtSlope];

@@ -76,11 +76,11 @@ def test_whatever_the_number_of_tokens_for_each_letter(option, batch, length, hi
 def letters_given(option, heads, length):
     """What both operators take, projections of letters first, and the options."""
     sizes = {"hidden_size": 16 * heads, "state_size": 16, "head_dim": 16, "expand": 1}
-    *given, contractive, heavy_tail, a_min, epsilon = operator_arguments(
+    *given, contractive, overwrites, heavy_tail, a_min, epsilon = operator_arguments(
         make_mixer(option, torch.float32, **sizes), rows=3, length=length
     )
     given[:3] = (None if x is None else x[0, :LETTERS].clone() for x in given[:3])
-    return [None if x is None else x.requires_grad_() for x in given], (contractive, heavy_tail, a_min, epsilon)
+    return [None if x is None else x.requires_grad_() for x in given], (contractive, overwrites, heavy_tail, a_min, epsilon)
 
 
 def operator_results(outputs, leaves):

@@ -165,6 +165,25 @@ def test_mixed_options_of_the_decay():
     assert error(mixer.decay_rate(rate), torch.full((6,), 0.95, dtype=torch.float64)) < 1e-12
 
 
+@pytest.mark.parametrize("backend", ["auto", "chunkwise"])
+@torch.no_grad()
+def test_a_full_mirror_writes_nothing_and_half_of_one_overwrites(backend):
+    mixer = build(Mamba3NPLRModel, "exact_tracking", scan_backend=backend).layers[0].mixer
+    mixer.A_bias.fill_(-100.0)  # no decay
+    mixer.beta_proj.weight.zero_()
+    x = torch.randn(3, 1, 12, dtype=torch.float64)
+    values = mixer.in_proj.weight[24:48]
+    mixer.beta_proj.bias.fill_(100.0)
+    _, state = mixer(x)
+    torch.testing.assert_close(state.h.norm(dim=2), mixer.h0.norm(dim=1).expand(3, -1, -1))
+    mixer.beta_proj.bias.zero_()  # beta = 1
+    _, state = mixer(x)
+    k = (x[:, 0] @ mixer.k_proj.weight.T).unflatten(-1, (6, 6))
+    k = mixer_mamba3.rotate(k / k.norm(dim=-1, keepdim=True), (state.phase.cos(), state.phase.sin()))
+    u = (x[:, 0] @ values.T).unflatten(-1, (6, 4))
+    torch.testing.assert_close(torch.einsum("rhn,rhnp->rhp", k, state.h), u)
+
+
 @torch.no_grad()
 def test_the_length_of_k_before_normalisation_does_not_matter():
     mixer = build(Mamba3NPLRModel).layers[0].mixer

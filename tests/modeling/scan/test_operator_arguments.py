@@ -114,7 +114,8 @@ SCAN_SCHEMA = """Tensor u, Tensor B, Tensor C, Tensor log_decay, Tensor write, T
     Tensor? reflection, Tensor? D, Tensor h0, Tensor B0, Tensor u0, Tensor? bounds, Tensor? order"""
 MIXER_SCHEMA = """Tensor projected, Tensor? k, Tensor? beta, Tensor dt_bias, Tensor? A_bias, Tensor? B_weight,
     Tensor? B_bias, Tensor C_weight, Tensor C_bias, Tensor D, Tensor? norm_weight, Tensor h0, Tensor B0, Tensor u0,
-    Tensor phase0, Tensor? bounds, Tensor? order, bool contractive, bool heavy_tail, float a_min, float epsilon"""
+    Tensor phase0, Tensor? bounds, Tensor? order, bool contractive, bool overwrites, bool heavy_tail, float a_min,
+    float epsilon"""
 LETTERS_SCHEMA = MIXER_SCHEMA.replace("Tensor? order,", "Tensor? order, Tensor index,")
 DELTA_SCHEMA = """Tensor projected, Tensor? conv_weight, Tensor? A_log, Tensor? dt_bias, Tensor norm_weight, Tensor h0,
     Tensor last0, Tensor? bounds, Tensor? order, bool gated, float beta_max, float key_epsilon, float epsilon"""
