@@ -229,7 +229,8 @@ def mixer_cpu(
     inside = torch.promote_types(projected.dtype, torch.float32)
     k, beta = (None if x is None else x.to(projected.dtype) for x in (k, beta))
     weights, state = ((None if x is None else x.to(inside) for x in group) for group in (weights, state))
-    given, options = (projected, k, beta, *weights, *state, *sequences), (contractive, overwrites, heavy_tail, a_min, epsilon)
+    given = (projected, k, beta, *weights, *state, *sequences)
+    options = (contractive, overwrites, heavy_tail, a_min, epsilon)
     if index is None:
         out, h, B, u, phase, *_ = mixer_operator(*given, *options)
     else:

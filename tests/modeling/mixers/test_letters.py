@@ -80,7 +80,8 @@ def letters_given(option, heads, length):
         make_mixer(option, torch.float32, **sizes), rows=3, length=length
     )
     given[:3] = (None if x is None else x[0, :LETTERS].clone() for x in given[:3])
-    return [None if x is None else x.requires_grad_() for x in given], (contractive, overwrites, heavy_tail, a_min, epsilon)
+    options = (contractive, overwrites, heavy_tail, a_min, epsilon)
+    return [None if x is None else x.requires_grad_() for x in given], options
 
 
 def operator_results(outputs, leaves):
