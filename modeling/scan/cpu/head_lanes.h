@@ -74,6 +74,7 @@ class LanesWorker {
 
     void forward(int64_t index) {
         begin(index / units_in_row(a), index % units_in_row(a));
+        after_row = place_after(index);
         read_state(a.h0, n * p, h);
         load_phase(a.phase0);
         for (int64_t start = 0; start < length; start += kSegment) {
@@ -81,8 +82,8 @@ class LanesWorker {
             store_kept_phase(start);
             begin_segment(start);
             begin_reading(h);
+            next = start + kSegment < length ? Place{row, start + kSegment, first} : after_row;
             for (int64_t t = 0; t < steps; ++t) {
-                ahead = start + kSegment + t;
                 a.k ? run_step<true>(t, h, h) : run_step<false>(t, h, h);
                 store_output(t);
             }
@@ -100,6 +101,7 @@ class LanesWorker {
         if (keeps_letters) std::fill(letter_gradients.begin(), letter_gradients.end(), T(0));
         for (int64_t i = first_row; i <= last_row; ++i) {
             begin(i, unit);
+            after_row = i < last_row ? place_in(i + 1, unit) : place_after(index);
             backward_row();
             if (i == last_row && keeps_letters) pass_letters_on();
             store_sums();
@@ -178,10 +180,34 @@ class LanesWorker {
         for (int64_t i = 0; i < m * L; ++i) to[i] = theta(0)[i] = start ? wrapped_angle(theta(0)[i]) : theta(0)[i];
     }
 
-    // What will be needed next of the token `ahead` while some columns are worked on, if there is such a token.
-    const void* read_ahead(int64_t at) const {
-        if (ahead < 0 || ahead >= length || keeps_letters) return h;
-        return maps.piece(a.source(a.layout.token(row, ahead)), first, at / 4 % 4);
+    // A segment: its row, the first of its tokens there and the first of its heads.
+    struct Place {
+        int64_t row, start, first;
+    };
+    // The segment of a row that is worked on first; where there is no such row, one without tokens.
+    Place place_in(int64_t given_row, int64_t given_unit) const {
+        if (given_row >= a.layout.rows) return {row, length, first};
+        const int64_t last = std::max(int64_t(0), a.layout.length(given_row) - 1) / kSegment * kSegment;
+        return {given_row, sums ? last : 0, given_unit * L};
+    }
+    // Where this thread will probably go on after unit `index` of the work: threads take units in turns.
+    Place place_after(int64_t index) const {
+        const int64_t later = index + a.threads, rows_each = sums ? rows_in_group(a) : 1;
+        return place_in(later / units_in_row(a) * rows_each, later % units_in_row(a));
+    }
+
+    // What will be needed while some columns of step t are worked on: of the token of that step in the next segment a
+    // piece, and of other memory the output or its gradient, and a part of the state that is kept for that segment.
+    bool is_ahead(int64_t t) const { return next.start + t < a.layout.length(next.row); }
+    const void* token_ahead(int64_t t, int64_t at) const {
+        if (keeps_letters || !is_ahead(t)) return h;
+        return maps.piece(a.source(a.layout.token(next.row, next.start + t)), next.first, at / 4 % 4);
+    }
+    const void* other_ahead(int64_t t, int64_t at) const {
+        if (at / 4 % 4 == 0) return (sums ? a.grad_out : a.out) + (tokens[t] * a.heads + first) * p;
+        if (at / 4 % 4 != 1 || !a.kept || !is_ahead(t)) return h;
+        const int64_t slot = a.layout.slot(next.row, next.start) * a.heads + next.first;
+        return a.kept + slot * n * p + t * (n * p * L / kSegment);
     }
 
     // Tokens and coefficients of the segment, from the phase before it in theta[0].
@@ -293,14 +319,15 @@ class LanesWorker {
         const bool goes_on = t + 1 < steps;
         const V *Ct = C + t * n, *Bt = B + t * n, *kt = k + t * n, *next_k = goes_on ? kt + n : kt;
         const V d = rows[t + 1].gates[kDecay], r = rows[t + 1].gates[kReflection], s = weights[t].s;
-        const void* needed = read_ahead(at);
+        const void *token = token_ahead(t, at), *other = other_ahead(t, at);
         V su[W], rq[W], read[W] = {}, next[W] = {};
         for (int w = 0; w < W; ++w) {
             su[w] = s * rows[t].u[at + w];
             rq[w] = Reflects ? r * q[t * p + at + w] : V{};
         }
         for (int64_t i = 0; i < n; ++i) {
-            fetch_line<false>(needed, i);
+            fetch_line<false>(token, i);
+            fetch_line<true>(other, i);
             const V c = Ct[i], b = Bt[i], ki = Reflects ? kt[i] : V{}, kn = Reflects ? next_k[i] : V{};
             for (int w = 0; w < W; ++w) {
                 V g = d * before[i * p + at + w] + b * su[w];
@@ -380,11 +407,11 @@ class LanesWorker {
     void backward_segment(int64_t start) {
         std::copy_n(a.kept_phase + slot(start) * m, m * L, theta(0));
         begin_segment(start);
+        next = start ? Place{row, start - kSegment, first} : after_row;
         std::memcpy(states, kept_state(start), n * p * sizeof(V));
         begin_reading(states);
         for (int64_t t = 0; t < steps; ++t) {
             V* before = states + t * n * p;
-            ahead = start - kSegment + t;
             a.k ? run_step<true>(t, before, before + n * p) : run_step<false>(t, before, before + n * p);
             output_back(t);
         }
@@ -644,7 +671,8 @@ class LanesWorker {
     const Size<N> n;
     const Size<P> p;
     const int64_t m;
-    int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, ahead = -1, filled_for = -1;
+    int64_t row = 0, unit = 0, first = 0, length = 0, steps = 0, filled_for = -1;
+    Place next{}, after_row{};  // `next`: the segment that will probably be worked on after this one
     TokenRow<T> own[kSegment + 1], rows[kSegment + 1], own_gradient;
     std::vector<TokenRow<T>> letter_rows, letter_gradient_rows;
     std::vector<T> letter_gradients;
