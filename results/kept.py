@@ -1,6 +1,6 @@
 """
-Keeps the trained models of the best and the worst seed of each task, small: weights and configuration, without the
-code, which the package has.
+Keeps the trained models of the best and the worst seed of each task, small: weights and configuration, with a card,
+settings and results, without the code, which the package has.
 
     python results/kept.py [--trained runs/paper] [--checkpoints checkpoints]
 
@@ -11,12 +11,15 @@ trainings stays as it is.
 
 import argparse
 import json
+import shlex
 import shutil
 from pathlib import Path
 
 from mamba3_nplr.modeling.hub.atomic_files import write_atomically
 from mamba3_nplr.training import record
+from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.checkpoints import is_whole
+from mamba3_nplr.training.model_card import model_card
 from mamba3_nplr.training.record import mean_figure
 from records import Records, read_records
 
@@ -49,10 +52,14 @@ def keep(records: Records, trained: Path, checkpoints: Path) -> None:
     wanted = kept_runs(records)
     for runs in records.runs.values():
         for run in runs:
+            target = checkpoints / run["name"]
             if run["name"] not in wanted:
-                shutil.rmtree(checkpoints / run["name"], ignore_errors=True)
-            elif is_training_of(run, trained / run["name"]):
-                copy_model(trained / run["name"], checkpoints / run["name"])
+                shutil.rmtree(target, ignore_errors=True)
+                continue
+            if is_training_of(run, trained / run["name"]):
+                copy_model(trained / run["name"], target)
+            if (target / WEIGHTS).exists():
+                describe(run, target)
 
 
 def is_training_of(run: dict, folder: Path) -> bool:
@@ -69,6 +76,17 @@ def copy_model(source: Path, target: Path) -> None:
     weights = (source / WEIGHTS).read_bytes()
     write_atomically(target / WEIGHTS, lambda part: part.write_bytes(weights))
     write_atomically(target / CONFIGURATION, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def describe(run: dict, target: Path) -> None:
+    """Writes the results, settings and card of a record beside its model, as training does."""
+    results = {name: x for name, x in run.items() if name != "name"}
+    settings = parse_run(shlex.split(run["command"])[2:])
+    made = {name: results[name] for name in ("command", "mathematics", "environment") if name in results}
+    record.write_json(target / record.RESULTS, results)
+    record.write_json(target / record.RUN, {"arguments": settings.arguments} | made)
+    card = model_card(settings, results, f"checkpoints/{run['name']}", carries_code=False)
+    write_atomically(target / record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -57,7 +57,7 @@ DATA = {
 }
 
 MODELS = """\
-Weights and configurations of the best and the worst seed, by the mean over all test sets; after `import mamba3_nplr`
+Weights, configurations and cards of the best and the worst seed, by the mean over all test sets; after `import mamba3_nplr`
 they load as any other, such as by `AutoModelForSequenceClassification.from_pretrained("checkpoints/...")`."""
 
 COMMANDS = """\

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from huggingface_hub import ModelCard
 
 from helpers.places import ROOT
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.training.evaluation import evaluate
 from mamba3_nplr.training.models import auto_loader
 
+FILES = {"config.json", "model.safetensors", "README.md", "results.json", "run.json"}
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
 
 
@@ -27,8 +29,22 @@ def test_a_model_reaches_what_is_recorded(folder):
     assert found == pytest.approx({name: recorded[name] for name in splits}, abs=0.01)
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_its_card_says_what_is_recorded_and_how_to_load_it(folder, monkeypatch, capsys):
+    run = json.loads((ROOT / "results" / "runs" / f"{folder.name}.json").read_text(encoding="utf-8"))
+    assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == run
+    card = ModelCard.load(folder / "README.md")
+    said = {result.dataset_split: result.metric_value for result in card.data.eval_results}
+    assert said == {name: results[run["metric"]] for name, results in run["results"].items()}
+    assert run["command"] in card.text and "trust_remote_code" not in card.text
+    example = card.text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(ROOT)
+    exec(example, {})
+    assert len(capsys.readouterr().out.splitlines()) >= 3  # a line for each letter or frame
+
+
 def test_what_is_there_carries_no_code():
     assert FOLDERS
     for folder in FOLDERS:
-        assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+        assert {path.name for path in folder.iterdir()} == FILES
         assert "auto_map" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -56,13 +56,14 @@ def add_run(place, task, model, seed, figures, **other):
         "model": model,
         "preset": "paper",
         "seed": seed,
+        "parameters": 73_424,
         "updates": 20_000,
         "batch_size": 32 if task.startswith("shell") else 64,
         "last_loss": 0.5,
         "logged_updates": [10_000, 20_000],
         "logged_losses": [1.0, 0.5],
         "metric": metric,
-        "results": {split: {metric: figure / 100} for split, figure in figures.items()},
+        "results": {split: {metric: figure / 100, "chance": 0.2} for split, figure in figures.items()},
         "seconds": 600.0,
         "command": f"python train_hf.py --task {task} --model {model} --preset paper --seed {seed}",
         "mathematics": MATHEMATICS,
@@ -282,7 +283,9 @@ def test_models_of_the_best_and_the_worst_seed_are_kept(program, place, tmp_path
     model = train(place, trained, 1, words(100, 50))
     assert keep() == ["z5-nplr-seed1"]
     first = checkpoints / "z5-nplr-seed1"
-    assert sorted(path.name for path in first.iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in first.iterdir()) == [
+        "README.md", "config.json", "model.safetensors", "results.json", "run.json",
+    ]  # fmt: skip
     assert "auto_map" not in (first / "config.json").read_text()
     loaded = AutoModelForSequenceClassification.from_pretrained(first, dtype=torch.float64)
     ids = torch.arange(10)[None]

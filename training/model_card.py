@@ -30,8 +30,7 @@ sets share no random numbers with training; this is one run with one seed.
 {example}
 ```
 
-{example_note} Where `mamba3_nplr` is installed, `import mamba3_nplr` replaces
-`trust_remote_code=True`.
+{example_note} {code_note}
 
 ## Training
 
@@ -59,13 +58,24 @@ The paper of the tasks and the reflection, and that of the model it is compared 
 """
 
 
-def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False) -> str:
+CODE_NOTES = {
+    True: "Where `mamba3_nplr` is installed, `import mamba3_nplr` replaces\n`trust_remote_code=True`.",
+    False: "The code is that of the package `mamba3_nplr`.",
+}
+TRUST = ", trust_remote_code=True"
+
+
+def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False, carries_code: bool = True) -> str:
     """
     Args:
         name: The folder or repository from which the example loads.
         plot: Whether there is a picture of the results.
+        carries_code: Whether the code lies beside the weights; else the example imports the package.
     """
     task, metric, results = run.task, summary["metric"], summary["results"]
+    example = task.example(name, run.config)
+    if not carries_code:
+        example = f"import mamba3_nplr\n{example.replace(TRUST, '')}"
     rows = [
         f"| `{split}` | {size:,} | {100 * results[split][metric]:.2f} % | {100 * results[split]['chance']:.2f} % |"
         for split, size in task.test_sizes.items()
@@ -84,8 +94,9 @@ def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False) -
         rows="\n".join(rows),
         plot=f"\n![{metric.replace('_', ' ')} by size of the test set]({PLOT})\n" if plot else "",
         details=task.texts.details,
-        example=task.example(name, run.config),
+        example=example,
         example_note=task.example_note,
+        code_note=CODE_NOTES[carries_code],
         command=summary["command"],
         versions=", ".join(f"{key} {value}" for key, value in summary["environment"].items() if value),
         citations=bibtex(*MODELS[run.model_name].papers),
