@@ -57,8 +57,9 @@ DATA = {
 }
 
 MODELS = """\
-Weights, configurations and cards of the best and the worst seed, by the mean over all test sets; after `import mamba3_nplr`
-they load as any other, such as by `AutoModelForSequenceClassification.from_pretrained("checkpoints/...")`."""
+Weights, configurations and cards of the best and the worst seed, by the mean over all test sets; after
+`import mamba3_nplr` they load as any other, such as by
+`AutoModelForSequenceClassification.from_pretrained("checkpoints/...")`."""
 
 COMMANDS = """\
 ```bash
