@@ -47,10 +47,11 @@ function addLetter(number) {
 
 async function follow(request, showEnd = false) {
   const own = ++asked;
+  const typed = form.elements.word.value;
   const slow = setTimeout(() => say(status, "The models are reading …"), 150);
   try {
     const answer = await ask("follow", request);
-    if (own === asked) show(answer, showEnd);
+    if (own === asked) show(answer, showEnd, typed);
   } catch (error) {
     if (own === asked) say(status, error.message, true);
   } finally {
@@ -58,21 +59,22 @@ async function follow(request, showEnd = false) {
   }
 }
 
-function show(answer, showEnd) {
+// `typed` is what stood in the form when it was asked for; what was typed since then stays.
+function show(answer, showEnd, typed) {
   word = { ...answer, letters: unpack(answer.letters), truth: unpack(answer.truth) };
   word.models = answer.models.map((model) => ({ ...model, predicted: unpack(model.predicted) }));
   first = showEnd ? Math.max(0, word.length - shown()) : 0;
   const names = tasks[word.task].letters;
   const written = word.length <= LONGEST_TYPED;
-  if (written) form.elements.word.value = [...word.letters].map((letter) => names[letter]).join(" ");
-  else form.elements.word.value = "";
+  const text = written ? [...word.letters].map((letter) => names[letter]).join(" ") : "";
+  if (form.elements.word.value === typed) form.elements.word.value = text;
   const trained = tasks[word.task].trained;
   const many = `${count(word.length)} ${word.length === 1 ? "letter" : "letters"}`;
   const none = word.models.length ? "" : " There is no trained model for these letters yet, only the truth.";
   say(status, `${many}; models were trained on words of ${trained}.${none}`);
   lookButton.hidden = !(written && word.models.length);
   lookButton.onclick = () =>
-    lookInside({ kind: "word", task: word.task, text: form.elements.word.value, model: word.models[0].name });
+    lookInside({ kind: "word", task: word.task, text, model: word.models[0].name });
   draw();
 }
 

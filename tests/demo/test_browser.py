@@ -216,6 +216,18 @@ def test_words_are_followed_letter_by_letter(visit, models):
     assert rows == ["nplr_exact", "nplr", "mamba3"]
 
 
+def test_an_answer_does_not_replace_what_was_typed_since_it_was_asked_for(visit):
+    visitor = visit()
+    visitor.open_tab("Words")
+    visitor.page.evaluate(
+        "() => { const typed = document.querySelector('[name=word]'); typed.value = '0 1'; typed.form.requestSubmit();"
+        " typed.value = 's3 s'; }"
+    )
+    visitor.wait_for_answer("length", 2)
+    visitor.page.wait_for_function("document.querySelectorAll('.braid.drawable .letter').length === 2")
+    assert visitor.page.input_value("[name=word]") == "s3 s"
+
+
 def test_the_longest_word_is_followed_and_paged_through(visit):
     visitor = visit()
     visitor.open_tab("Words")
