@@ -23,7 +23,12 @@ OPTIONS = {
     "no_rope": {"use_rope": False},
     "contractive": {"reflection_form": "contractive"},
     "delta": {"injection": "delta", "reflection_form": "contractive"},
-    "overwrite": {"injection": "overwrite", "reflection_form": "contractive"},
+    "overwrite": {
+        "reflection_form": "contractive",
+        "gate_form": "exact",
+        "injection": "overwrite",
+        "initial_state": "learned",
+    },
     "exact_gates": {"gate_form": "exact"},
     "learned_state": {"initial_state": "learned"},
     "heavy_tail": {"decay_activation": "heavy_tail"},
@@ -35,8 +40,9 @@ OPTIONS = {
     "exact_tracking": {
         "reflection_form": "contractive",
         "gate_form": "exact",
-        "injection": "overwrite",
+        "injection": "delta",
         "initial_state": "learned",
+        "use_rope": False,
     },
 }
 

@@ -15,10 +15,10 @@
 
 // The mixer between its projections. `projected` is (tokens, width) with columns z, x, B, C, dt, A, trap, angle; k is
 // (tokens, heads * state), beta (tokens, heads). S is the type of what the projections make and take, T that of all
-// else. Null pointers are options: without k there is no reflection, without B_weight the write is along
-// k, without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no
-// gradient will be asked for. Gradients are written, not added. Where `letters` is not 0 the projections are those of
-// so many letters, and token i is letter index[i].
+// else. Null pointers are options: without k there is no reflection, without B_weight the write is along k,
+// without norm_weight the output is not normalised, without A_bias the gates are smooth, and without `kept` no gradient
+// will be asked for. Gradients are written, not added. Where `letters` is not 0 the projections are those of so many
+// letters, and token i is letter index[i].
 template <typename S, typename T>
 struct Mixer {
     Layout layout;

@@ -168,7 +168,7 @@ def test_mixed_options_of_the_decay():
 @pytest.mark.parametrize("backend", ["auto", "chunkwise"])
 @torch.no_grad()
 def test_a_full_mirror_writes_nothing_and_half_of_one_overwrites(backend):
-    mixer = build(Mamba3NPLRModel, "exact_tracking", scan_backend=backend).layers[0].mixer
+    mixer = build(Mamba3NPLRModel, "overwrite", scan_backend=backend).layers[0].mixer
     mixer.A_bias.fill_(-100.0)  # no decay
     mixer.beta_proj.weight.zero_()
     x = torch.randn(3, 1, 12, dtype=torch.float64)

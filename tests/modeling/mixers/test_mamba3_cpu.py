@@ -116,7 +116,7 @@ def test_padded_and_packed_sequences(option, heads):
 
 
 @pytest.mark.parametrize("heads", [2, 16])
-@pytest.mark.parametrize("option", ["paper", "rank0", "contractive", "delta", "exact_tracking"])
+@pytest.mark.parametrize("option", ["paper", "rank0", "contractive", "delta", "overwrite", "exact_tracking"])
 def test_float32_to_length_2048_is_as_exact_as_the_definition(option, heads):
     """
     The RMS of the deviation is below 1e-5 of that of the result. Its largest entry is not, in float32, for the
