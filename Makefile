@@ -9,7 +9,7 @@ PYTHONS ?= python3.11 python3.13
 BENCHMARKS := busy cpu data gpu import_time instructions models step trainer
 
 .PHONY: setup test test-slow test-paths test-paths-quick test-versions test-demo fuzz campaign quality format data publish \
-	demo demo-pictures train sanity reproduce results kernels clean $(BENCHMARKS:%=benchmark-%)
+	demo demo-pictures train sanity reproduce exact results kernels clean $(BENCHMARKS:%=benchmark-%)
 # Made again whenever they are asked for.
 .PHONY: results/main.json results/sanity.json results/kernels.json results/costs.json $(BENCHMARKS:%=results/%.json)
 
@@ -86,14 +86,14 @@ data: setup
 	$(RUN) -m mamba3_nplr.datasets_scripts.build data
 
 # The main job: three models on the word problem of S5, the same training for each, on 128 of the 512 test words.
-COMPARE_main := --models mamba3 nplr nplr_exact --task s5_generators --preset quick \
+COMPARE_main := --models mamba3 nplr nplr_exact_norope --task s5_generators --preset quick \
 	--task.test_lengths '[64,128,512,2048,8192]' --task.test_size 128
 
 train: setup
 	$(RUN) train_hf.py compare $(COMPARE_main) --out runs/main
 
 # Every model on short words with the same small budget.
-COMPARE_sanity := --models mamba3 mamba3_2 mamba3_4 nplr nplr_norope nplr_exact deltanet gdn deltaproduct_2 \
+COMPARE_sanity := --models mamba3 mamba3_2 mamba3_4 nplr nplr_norope nplr_exact_norope deltanet gdn deltaproduct_2 \
 	deltaproduct_4 gdp_2 gdp_4 ids4 --task s5_generators --preset quick --task.length 16 --task.start_length 16 \
 	--task.batch_size 32 --task.total_steps 500 --task.test_lengths '[16]'
 
@@ -111,6 +111,10 @@ results/main.json results/sanity.json: results/%.json: setup
 # It can be stopped at any moment, and resumes.
 reproduce: setup
 	$(RUN) results/reproduce.py --runs '$(RUNS)' $(OPTIONS)
+
+# The same for words of groups with the exact options, such as make exact RUNS='s4-*'
+exact: setup
+	$(RUN) results/reproduce.py --list results/exact.txt --results results/exact/ --folder runs/exact --runs '$(RUNS)' $(OPTIONS)
 
 # One of them, such as results/runs/s5_generators-nplr-seed0.json, or one that is not in results/runs.txt, such as
 # results/runs/z5-nplr-seed3-beta_bias_init-1.json OPTIONS='--model.beta_bias_init -1'. A file that exists is made again

@@ -23,16 +23,19 @@ class ModelPreset:
     paper_task: dict[str, dict] = field(default_factory=dict)
 
 
-# Mirrors that neither fade nor grow and are fully on or off, written to only where they reflect; label smoothing keeps
-# pulling once the answers are right. Together they hold a state for as long as one likes.
-EXACT = {
-    "reflection_form": "contractive",
-    "gate_form": "exact",
-    "injection": "delta",
-    "use_rope": False,
-    "beta_bias_init": 2.0,
-    "label_smoothing": 0.1,
+# Mirrors that neither fade nor grow and are fully on or off; label smoothing keeps pulling once the answers are right.
+LASTING = {"reflection_form": "contractive", "gate_form": "exact", "label_smoothing": 0.1}
+# With turns beside the mirrors, of a first state that no full mirror writes to. Step sizes near 1 let one token turn a
+# plane by any angle.
+EXACT = LASTING | {
+    "injection": "overwrite",
+    "initial_state": "learned",
+    "dt_min": 0.3,
+    "dt_max": 1.5,
+    "beta_bias_init": 2.5,
 }
+# Mirrors alone, written to where they reflect.
+EXACT_NOROPE = LASTING | {"injection": "delta", "use_rope": False, "beta_bias_init": 2.0}
 # The delta family has Gated DeltaNet as its default; the others of the paper go without its convolution and gate.
 BARE_DELTA = {"head_value_dim": 32, "conv_size": 0, "use_output_gate": False}
 UNGATED_DELTA = BARE_DELTA | {"use_decay": False}
@@ -45,6 +48,7 @@ MODELS: dict[str, ModelPreset] = {
     "nplr": ModelPreset("Mamba-3 + NPLR", "mamba3_nplr"),
     "nplr_norope": ModelPreset("Mamba-3 + NPLR, no rotation", "mamba3_nplr", {"use_rope": False}),
     "nplr_exact": ModelPreset("Mamba-3 + NPLR, exact options", "mamba3_nplr", EXACT),
+    "nplr_exact_norope": ModelPreset("Mamba-3 + NPLR, exact options, no rotation", "mamba3_nplr", EXACT_NOROPE),
     "deltanet": ModelPreset("DeltaNet", "delta_family", UNGATED_DELTA, ("deltanet",)),
     "deltaproduct_2": ModelPreset(
         "DeltaProduct, 2 steps", "delta_family", UNGATED_DELTA | {"num_householder": 2}, PRODUCT
@@ -70,13 +74,15 @@ class TrainingPreset:
     """
     Args:
         description: For the help.
-        training: Fields of TrainingArguments.
-        task: Settings of all tasks.
+        training: Fields of the training.
+        task: Settings of all its tasks.
+        auto_class: Name of the Auto class of the models whose tasks it is for; None for all.
     """
 
     description: str
     training: dict
     task: dict = field(default_factory=dict)
+    auto_class: str | None = None
 
 
 # AdamW without decay is Adam. Intervals below 1 are parts of the run.
@@ -104,5 +110,26 @@ PRESETS: dict[str, TrainingPreset] = {
     ),
     "paper": TrainingPreset(
         "the paper's number of updates (20,000 or 60,000), learning rate 1e-3", COMMON | {"learning_rate": 1e-3}
+    ),
+    # Short words first, and many: in them a model finds the group. What is left of a rate that falls as far as this
+    # brings mirrors and turns to where they belong, to the last digits.
+    "exact": TrainingPreset(
+        "words: 3,000 updates from learning rate 1e-2, with a term by which a state lasts",
+        COMMON
+        | {
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "polynomial",
+            "lr_scheduler_kwargs": {"power": 3.0},
+            "adam_beta2": 0.95,
+            "consistency": 1e5,
+        },
+        {
+            "total_steps": 3_000,
+            "start_length": 4,
+            "growth": "geometric",
+            "curriculum_start": 0.1,
+            "curriculum_part": 0.35,
+        },
+        auto_class="AutoModelForSequenceClassification",
     ),
 }

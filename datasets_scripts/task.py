@@ -28,19 +28,25 @@ class Task(ABC):
     Args:
         batch_size: Rows in a training batch, over all processes.
         total_steps: Updates in a training run, for the curriculum.
-        curriculum_part: Part of the updates over which a curriculum grows.
+        curriculum_start: Part of the updates before a curriculum begins to grow.
+        curriculum_part: Part of the updates after which it has grown.
     """
 
     batch_size: int = 64
     total_steps: int = 20_000
+    curriculum_start: float = 0.0
     curriculum_part: float = 0.6
 
     def __post_init__(self):
         check_at_least("batch_size", self.batch_size, 1)
         check_at_least("total_steps", self.total_steps, 1)
-        part = self.curriculum_part
-        if not isinstance(part, int | float) or isinstance(part, bool) or not 0 < part <= 1:
+        start, part = self.curriculum_start, self.curriculum_part
+        if not is_number(part) or not 0 < part <= 1:
             raise ValueError(f"curriculum_part={part!r} is not allowed: it must be above 0 and at most 1.")
+        if not is_number(start) or not 0 <= start < part:
+            raise ValueError(
+                f"curriculum_start={start!r} is not allowed: it must be at least 0 and below curriculum_part={part}."
+            )
 
     @property
     def settings(self) -> dict:
@@ -62,7 +68,8 @@ class Task(ABC):
 
     def progress(self, step: int) -> float:
         """How far the curriculum has come, from 0 to 1."""
-        return min(1.0, step / (self.curriculum_part * self.total_steps))
+        start = self.curriculum_start * self.total_steps
+        return min(1.0, max(0.0, (step - start) / (self.curriculum_part * self.total_steps - start)))
 
     def training_length(self, step: int) -> int:
         """The size of the sequences at a step, if a curriculum makes them grow."""
@@ -224,6 +231,10 @@ class Task(ABC):
     @abstractmethod
     def example_note(self) -> str:
         """What else a reader of that code should know, in a sentence."""
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_at_least(name: str, value: int, least: int) -> None:

@@ -57,7 +57,7 @@ class DeltaFamilyPreTrainedModel(SequencePreTrainedModel):
     """Initialisation, loading and saving of all models of this family."""
 
     config: DeltaFamilyConfig
-    main_projection = "q_proj"
+    main_projection, readout_projection = "q_proj", "o_proj"
     _no_split_modules = ["DeltaFamilyBlock"]
     _can_record_outputs = {"hidden_states": DeltaFamilyBlock}
 

@@ -65,7 +65,7 @@ class Mamba3NPLRPreTrainedModel(SequencePreTrainedModel):
     """Initialisation, loading and saving of all models of this family."""
 
     config: Mamba3NPLRConfig
-    main_projection = "in_proj"
+    main_projection, readout_projection = "in_proj", "out_proj"
     _no_split_modules = ["Mamba3NPLRBlock"]
     # As in the official module; half precision would move the smallest steps by several per cent.
     _keep_in_fp32_modules_strict = ["dt_bias", "C_bias", "D"]

@@ -89,11 +89,13 @@ class RecurrentBlock(GradientCheckpointingLayer):
 
 class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
     """
-    Initialisation, loading and saving. A family annotates `config` with the class of its configuration, and sets
-    `main_projection`: the name of the linear map of its mixer that holds most of the weights.
+    Initialisation, loading and saving. A family annotates `config` with the class of its configuration, and names two
+    linear maps of its mixer: `main_projection`, which holds most of the weights, and, if it has heads,
+    `readout_projection`, which takes what they read, one head after another.
     """
 
     main_projection: str
+    readout_projection: str | None = None
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _skip_keys_device_placement = ["past_key_values"]

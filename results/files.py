@@ -18,6 +18,7 @@ FILES = {
         "make results/runs/TASK-MODEL-seedSEED.json",
         "one run of the paper; `make reproduce` makes all",
     ),
+    "exact/": ("make exact", "runs of words of groups with the exact options"),
     "main.json": ("make results/main.json", "the comparison in the README of the repository"),
     "sanity.json": ("make results/sanity.json", "every model on short words"),
     "cpu.json": ("make results/cpu.json", "the block on a processor with each scan; with `docs/cpu.png`"),
@@ -32,6 +33,7 @@ FILES = {
     "kernels.json": ("make results/kernels.json", "registers and spills of the Triton kernels, compiled"),
     "costs.json": ("make results/costs.json", "what a run would take on one core, from measured updates"),
     "runs.txt": (None, "the runs that `make reproduce` works through, in order of priority"),
+    "exact.txt": (None, "the runs that `make exact` works through"),
     "paper.json": (None, "the figures of the paper, copied by hand"),
     "remarks.md": (None, "what was tried where runs lie outside the paper's range, by hand"),
 }

@@ -25,7 +25,7 @@ from records import Records, read_records
 
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE.parent / "checkpoints"
-MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact")
+MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact", "nplr_exact_norope")
 WEIGHTS, CONFIGURATION = "model.safetensors", "config.json"
 OF_CODE = ("auto_map", "custom_pipelines")  # in a configuration: where its code lies
 

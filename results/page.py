@@ -61,6 +61,12 @@ Weights, configurations and cards of the best and the worst seed, by the mean ov
 `import mamba3_nplr` they load as any other, such as by
 `AutoModelForSequenceClassification.from_pretrained("checkpoints/...")`."""
 
+EXACT = """\
+Beyond the paper: `nplr_exact`, trained by `--preset exact` on words of up to 64 letters, two to four minutes a run.
+Final accuracy on 512 words of each length, the mean over seeds with their number; in square brackets the smallest and
+the largest. The seeds are others than the one that the recipe was found with. [The page on it](../docs/exact.md) says
+what makes it last, and where it does not. `make exact` trains them."""
+
 COMMANDS = """\
 ```bash
 make reproduce OPTIONS=--dry_run   # how long each run of results/runs.txt would take here
@@ -195,6 +201,7 @@ def make_page() -> str:
         "The shell game": tables.episodes_table(cells),
         "The shell game by number of swaps": swaps_section(cells),
         "The shell game with random timing": f"{tables.jitter_table(cells)}\n\n![Random timing](jitter.png)",
+        "Words of any length": f"{EXACT}\n\n{tables.exact_table(HERE / 'exact')}",
         "Outside the paper's range": outside_section(cells, read_remarks(HERE / "remarks.md")),
         "Other settings": "\n\n".join([*tables.variations_tables(records), "![Loss on Z5](z5.png)"]),
         "Differences from the paper": f"{differences_table(cells)}\n\n{DIFFERENCES}",

@@ -1,7 +1,10 @@
 """The paper's tables with our runs, as Markdown."""
 
+import json
 import re
+import shlex
 import statistics
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -11,7 +14,7 @@ from mamba3_nplr.configuration.presets import MODELS
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import TASKS as TASKS_BY_NAME
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from mamba3_nplr.training.arguments import resolve
+from mamba3_nplr.training.arguments import parse_run, resolve
 from mamba3_nplr.training.models import new_model
 from paper import CONDITIONS, GROUPS, PAPER_NAMES
 from records import Records, figure_of
@@ -169,6 +172,28 @@ def variations_tables(records: Records) -> list[str]:
             names = [split.removeprefix("test_") for split in splits]
             tables.append(f"`{task}`:\n\n" + markdown(["model", "settings", "seed", "updates", *names], rows))
     return tables
+
+
+def exact_table(folder: Path) -> str:
+    """Words of each group with the exact options, by length."""
+    groups = {}
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        task = parse_run(shlex.split(run["command"])[2:]).task
+        groups.setdefault((task.algebra.order, task.group, len(task.letters)), []).append(run)
+    rows, splits = [], []
+    for (order, group, letters), runs in sorted(groups.items()):
+        splits = list(runs[0]["results"])
+        found = [[100 * figure_of(run, split) for run in runs] for split in splits]
+        rows.append([group.upper(), f"{order}", f"{letters}", f"{len(runs)}", *map(spread, found)])
+    names = [f"{int(split.removeprefix('test_')):,}" for split in splits]
+    return markdown(["group", "elements", "letters", "seeds", *names], rows)
+
+
+def spread(figures: list[float]) -> str:
+    """The mean, with the smallest and the largest where they differ."""
+    mean, ends = f"{statistics.mean(figures):.2f}", (min(figures), max(figures))
+    return mean if ends[0] == ends[1] else f"{mean} [{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 def run_cells(run: dict, splits: list[str]) -> list[str]:

@@ -147,13 +147,16 @@ def test_trainings_that_a_page_names_could_start(page, tmp_path, monkeypatch):
         assert parse_run(shlex.split(line, comments=True)).args.max_steps
 
 
+WITHOUT_COMMAND = ["runs.txt", "exact.txt", "paper.json", "remarks.md"]
+
+
 def test_every_result_is_listed_with_the_command_that_makes_it():
     page = ROOT / "results" / "README.md"
     section = page.read_text(encoding="utf-8").partition("## The files of this folder")[2]
     listed = dict(re.findall(r"^\| `([^`]+)` \| (?:`([^`]+)`)?", section, re.MULTILINE))
     files = {path.name for path in page.parent.iterdir() if path.suffix not in ("", ".py")}
     assert files <= set(listed)
-    assert [name for name, command in listed.items() if not command] == ["runs.txt", "paper.json", "remarks.md"]
+    assert [name for name, command in listed.items() if not command] == WITHOUT_COMMAND
     for name, command in listed.items():
         if command:
             name, command = (x.replace("TASK-MODEL-seedSEED", "z5-nplr-seed7") for x in (name, command))

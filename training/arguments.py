@@ -13,8 +13,9 @@ from transformers.integrations import get_available_reporting_integrations
 
 from ..configuration.presets import MODELS, PRESETS
 from ..datasets_scripts.task import Task
-from ..datasets_scripts.tasks import make_task
-from .command_line import find_config, parse_fields, part, read_file, split_overrides
+from ..datasets_scripts.tasks import TASKS, make_task
+from .command_line import RunArguments, find_config, parse_fields, part, read_file, split_overrides
+from .consistency import Schedule
 from .evaluation import scalars
 from .limits import check_numbers
 from .usage import UsageError, checked
@@ -43,6 +44,7 @@ class TrainingRun:
         task: The task, its batches as large as all processes together need them.
         config: Configuration of the model.
         args: For Trainer.
+        consistency: How much that term of the loss weighs; None without it.
         arguments: All of this by the names of the command line, to be saved and read again.
         changed: Those of them that differ from what the names stand for.
     """
@@ -53,6 +55,7 @@ class TrainingRun:
     task: Task
     config: PreTrainedConfig
     args: TrainingArguments
+    consistency: Schedule | None
     arguments: dict
     changed: dict
 
@@ -99,6 +102,7 @@ def parse_run(arguments: list[str]) -> TrainingRun:
         task=task,
         config=checked(AutoConfig.for_model, MODELS[own["model"]].model_type, **task.model_names | fields),
         args=args,
+        consistency=make_schedule(own, task),
         arguments=resolved,
         changed={x: y for x, y in resolved.items() if named.get(x) != y and not x.startswith(MAY_CHANGE)},
     )
@@ -110,9 +114,11 @@ def resolve(arguments: list[str]) -> Resolved:
     in_file, from_file = read_file(find_config(arguments))
     overrides = in_file | overrides
     own, values, defaults = parse_fields(from_file + arguments)
-    checked(check_numbers, values)
-    model, given = MODELS[own["model"]], part(overrides, "task")
-    settings = PRESETS[own["preset"]].task
+    checked(check_numbers, own | values)
+    model, preset, given = MODELS[own["model"]], PRESETS[own["preset"]], part(overrides, "task")
+    settings = preset.task
+    if preset.auto_class not in (None, TASKS[own["task"]].auto_class):
+        raise UsageError(f"preset={own['preset']} is not allowed: {own['task']} is not one of its tasks.")
     if own["preset"] == "paper":
         settings = settings | model.paper_task.get(own["task"], {})
     task = settle_sizes(checked(make_task, own["task"], **settings | given), values, given)
@@ -200,6 +206,17 @@ def check_optimizer(args: TrainingArguments) -> None:
         raise UsageError(f"{given} is not allowed: {error}") from error
 
 
+def make_schedule(own: dict, task: Task) -> Schedule | None:
+    """Of the term that makes a state last, for tasks and models that can have it."""
+    if not own["consistency"]:
+        return None
+    if task.auto_class != "AutoModelForSequenceClassification":
+        raise UsageError(f"consistency={own['consistency']} is not allowed: {own['task']} has no labels of prefixes.")
+    if MODELS[own["model"]].model_type == "input_dependent_s4":
+        raise UsageError(f"consistency={own['consistency']} is not allowed: {own['model']} has no heads.")
+    return checked(Schedule, own["consistency"], own["consistency_start"], own["consistency_full"])
+
+
 def check_best_metric(args: TrainingArguments, task: Task) -> None:
     """Trainer would look for it after the first evaluation, and for a loss if none is named."""
     if args.metric_for_best_model is None:
@@ -222,9 +239,11 @@ def by_full_name(own: dict, task: Task, fields: dict, values: dict, defaults: di
     """All settings that differ from the defaults of the libraries, by the names of the command line."""
     left_out = {"hub_token", "output_dir", "resume_from_checkpoint", "per_device_train_batch_size"}
     training = {name: x for name, x in values.items() if name not in left_out and x != defaults[name]}
+    usual, kept = RunArguments(), (str, int, float, list, dict)
+    terms = [name for name in own if name.startswith("consistency") and own[name] != getattr(usual, name)]
     return {
-        **{name: own[name] for name in ("task", "model", "preset")},
+        **{name: own[name] for name in ("task", "model", "preset", *terms)},
         **{f"task.{name}": x for name, x in task.settings.items()},
         **{f"model.{name}": x for name, x in fields.items()},
-        **{name: getattr(x, "value", x) for name, x in training.items() if isinstance(x, str | int | float | list)},
+        **{name: getattr(x, "value", x) for name, x in training.items() if isinstance(x, kept)},
     }

@@ -35,6 +35,12 @@ class RunArguments:
         default=None,
         metadata={"help": "YAML or JSON file with any of these fields, such as the run.json of an earlier run"},
     )
+    consistency: float = field(
+        default=0.0,
+        metadata={"help": "weight at the end of the term by which heads read the same after words with the same label"},
+    )
+    consistency_start: float = field(default=0.12, metadata={"help": "part of the run after which it begins, with 1"})
+    consistency_full: float = field(default=0.6, metadata={"help": "part of the run after which it has grown"})
     num_processes: int | None = field(
         default=None, metadata={"help": "how many processes must have been started; fewer or more are an error"}
     )
@@ -95,6 +101,9 @@ def parse_fields(arguments: list[str]) -> tuple[dict, dict, dict]:
         if values[name] != parser.get_default(name):
             raise UsageError(f"--{name} cannot be used: {reason}.")
     values["num_train_epochs"] = defaults["num_train_epochs"]
+    if isinstance(values["lr_scheduler_kwargs"], str):
+        # Given by a preset it is none, and records must not tell the two apart.
+        values["lr_scheduler_kwargs"] = read_value(values["lr_scheduler_kwargs"])
     return {name: values.pop(name) for name in own_names}, values, defaults
 
 

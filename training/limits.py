@@ -12,8 +12,11 @@ WHOLE_FROM_0: Limit = ("a whole number of at least 0", lambda x: x >= 0)
 WHOLE_FROM_1: Limit = ("a whole number of at least 1", lambda x: x >= 1)
 SEED: Limit = ("a whole number from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32)
 
-# Fields of TrainingArguments. The parser has made whole numbers of those that must be.
+# Fields of a run. The parser has made whole numbers of those that must be.
 LIMITS: dict[str, Limit] = {
+    "consistency": ("0, or a finite number of at least 1", lambda x: x == 0 or 1 <= x < math.inf),
+    "consistency_start": BELOW_1,
+    "consistency_full": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "per_device_train_batch_size": WHOLE_FROM_1,
     "max_steps": ("a whole number from 1 to 2**31 - 1", lambda x: 1 <= x < 2**31),
     "learning_rate": FROM_0,

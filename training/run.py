@@ -21,6 +21,7 @@ from .arguments import TrainingRun
 from .batches import FreshBatches
 from .checkpoints import remove_unfinished
 from .comparison import draw_comparison
+from .consistency import Consistency
 from .endings import StoppedError, UploadError
 from .evaluation import evaluate, scalars
 from .host_memory import keep_memory
@@ -81,6 +82,7 @@ def train_alone(run: TrainingRun, checkpoint: str | None, cores: int | None) -> 
         batches,
         lambda model: scalars(evaluate_run(model, run, ["validation"])["validation"]),
         record={record.RUN: json.dumps(settings, indent=2)},
+        consistency=None if run.consistency is None else Consistency(model, run.consistency),
     )
     stop = StopOnSignal()
     trainer.add_callback(stop)

@@ -24,6 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..modeling.hub.atomic_files import publish_folder, write_atomically
 from ..modeling.hub.contents import write_contents
 from .checkpoints import UNFINISHED, CheckpointError, files_in, last_whole_checkpoint, whole_checkpoints
+from .consistency import Consistency
 from .finite import NotFiniteError, all_finite, first_not_finite
 
 
@@ -33,13 +34,23 @@ class ResumableTrainer(Trainer):
         train_dataset: `FreshBatches` of this process.
         evaluator: Called with the model; returns the figures to log, by name.
         record: Files to write into every checkpoint, by name: what to tell someone who finds it.
+        consistency: A term of the loss, if there is one.
     """
 
-    def __init__(self, model, args, train_dataset, evaluator: Callable[[nn.Module], dict], record: dict[str, str]):
+    def __init__(
+        self,
+        model,
+        args,
+        train_dataset,
+        evaluator: Callable[[nn.Module], dict],
+        record: dict[str, str],
+        consistency: Consistency | None = None,
+    ):
         # Trainer wants a dataset where an evaluation strategy is set; what is evaluated is the evaluator's affair.
         super().__init__(model=model, args=args, train_dataset=train_dataset, eval_dataset=train_dataset)
         self.evaluator = evaluator
         self.record = record
+        self.consistency = consistency
         self.step_loss = None
         self.saving = False
         self.started, self.seconds_before = time.monotonic(), 0.0
@@ -65,6 +76,13 @@ class ResumableTrainer(Trainer):
     def training_step(self, *arguments, **keywords) -> torch.Tensor:
         self.step_loss = super().training_step(*arguments, **keywords)
         return self.step_loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.consistency is None or return_outputs:
+            return found
+        part, share = self.state.global_step / self.args.max_steps, 1 / self.args.gradient_accumulation_steps
+        return self.consistency.add_to(found, inputs, part, share)
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)

@@ -149,6 +149,13 @@ def test_lengths_that_grow_by_factors_fill_their_batches():
     assert min(letters) > 2048 and max(letters) == 4096
 
 
+def test_a_curriculum_may_wait():
+    settings = {"start_length": 4, "total_steps": 1000, "curriculum_start": 0.2, "curriculum_part": 0.6}
+    lengths = [make_task("a5", **settings).training_length(step) for step in range(1000)]
+    assert set(lengths[:201]) == {4} and lengths[400] == 34 and set(lengths[600:]) == {64}
+    assert lengths == sorted(lengths)
+
+
 def test_streams_do_not_overlap():
     streams = [
         CounterRandom(*key, first_row=0, rows=64, numbers=64).words.ravel()
@@ -193,6 +200,8 @@ def test_metrics():
         ({"group": "a2", "inputs": "generators"}, "no generators"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"curriculum_part": 0.0}, "curriculum_part=0.0"),
+        ({"curriculum_start": -0.1}, "curriculum_start=-0.1 is not allowed.*below curriculum_part=0.6"),
+        ({"curriculum_start": 0.6}, "curriculum_start=0.6 is not allowed.*below curriculum_part=0.6"),
     ],
 )
 def test_bad_settings_are_named(settings, message):

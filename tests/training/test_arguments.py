@@ -33,7 +33,13 @@ def test_the_models_of_the_paper_have_its_numbers_of_parameters(model):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_model_fits_every_task(task, preset):
+    if PRESETS[preset].auto_class not in (None, TASKS[task].auto_class):
+        with pytest.raises(UsageError, match=f"preset={preset} is not allowed: {task} is not one of its tasks"):
+            parse_run([f"--task={task}", f"--preset={preset}"])
+        return
     for model in MODELS:
+        if model == "ids4" and preset == "exact":
+            continue  # it has no heads, which is an error of its own
         run = parse_run([f"--task={task}", f"--model={model}", f"--preset={preset}"])
         assert run.args.max_steps == run.task.total_steps
         assert run.args.per_device_train_batch_size == run.task.batch_size
@@ -157,6 +163,11 @@ WRONG = {
     "--preset=papr": "preset='papr' is unknown. Did you mean `paper`?",
     "stray": "'stray' is not expected here",
     "--num_train_epochs=3": "--num_train_epochs cannot be used",
+    "--task=shell --consistency=10": "consistency=10.0 is not allowed: shell has no labels of prefixes",
+    "--model=ids4 --consistency=10": "consistency=10.0 is not allowed: ids4 has no heads",
+    "--consistency=0.5": "consistency=0.5 is not allowed: it must be 0, or a finite number of at least 1",
+    "--consistency=10 --consistency_start=0.7": "consistency_start=0.7 is not allowed: it must be below",
+    "--task.curriculum_start=0.6": "curriculum_start=0.6 is not allowed: it must be at least 0 and below",
     "--label_smoothing_factor=0.1": "give --model.label_smoothing",
     "--num_processes=4": "num_processes=4 were asked for and 1 started",
     "--gradient_accumulation_steps=7": "task.batch_size=64 is not allowed",
@@ -281,6 +292,15 @@ def test_help_is_about_the_task_and_the_model_that_are_named(task, model, tmp_pa
 def test_help_refuses_unknown_names():
     with pytest.raises(UsageError, match="task='shel' is unknown. Did you mean `shell`"):
         help_text(["--help", "--task=shel"])
+
+
+def test_a_schedule_with_options_is_in_the_record_and_read_again(tmp_path):
+    run = parse_run(["--task=s3", "--model=nplr_exact", "--preset=exact", "--seed=3"])
+    assert run.args.lr_scheduler_kwargs == run.arguments["lr_scheduler_kwargs"] == {"power": 3.0}
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": run.arguments}))
+    again = parse_run([f"--config={tmp_path / 'run.json'}"])
+    assert again.args.lr_scheduler_kwargs == {"power": 3.0} and again.consistency == run.consistency is not None
+    assert again.differences(json.loads(json.dumps(run.arguments))) == [] and not again.changed
 
 
 def test_the_record_says_what_was_tested():
