@@ -2,10 +2,10 @@
 Keeps the trained models of the best and the worst seed of each task, small: weights and configuration, with a card,
 settings and results, without the code, which the package has.
 
-    python results/kept.py [--trained runs/paper] [--checkpoints checkpoints]
+    python results/kept.py [--trained runs] [--checkpoints checkpoints]
 
 A model is then in `checkpoints/TASK-MODEL-seedSEED`, from where it loads as any other. Those of the paper's main models
-and of the exact one are kept, and removed when another seed turns out better or worse. What is not in the folder of
+and of the exact ones are kept, and removed when another seed turns out better or worse. What is not in the folders of
 trainings stays as it is.
 """
 
@@ -13,9 +13,11 @@ import argparse
 import json
 import shlex
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from mamba3_nplr.modeling.hub.atomic_files import write_atomically
+from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.training import record
 from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.checkpoints import is_whole
@@ -26,6 +28,8 @@ from records import Records, read_records
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE.parent / "checkpoints"
 MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact", "nplr_exact_norope")
+# Those that are trained on words by a preset of their own, as they are on the page; other groups are for the tables.
+EXACT_TASKS = ("s5_generators", "z5")
 WEIGHTS, CONFIGURATION = "model.safetensors", "config.json"
 OF_CODE = ("auto_map", "custom_pipelines")  # in a configuration: where its code lies
 
@@ -39,27 +43,43 @@ def ends(runs: list[dict]) -> dict[str, str]:
     return {best: f"best {which}", worst: f"worst {which}"} if best != worst else {best: f"one {which}, all alike"}
 
 
-def kept_runs(records: Records) -> dict[str, tuple[dict, str]]:
+def paper_seeds(records: Records) -> list[list[dict]]:
+    """Runs that differ by their seeds, of the models that are kept."""
+    return [runs for (_, model), runs in sorted(records.runs.items()) if model in MODELS]
+
+
+def exact_seeds(records: Records) -> list[list[dict]]:
+    """The same of the runs with the preset for words."""
+    kinds = sorted(records.variations.items())
+    return [runs for (task, _, changes), runs in kinds if task in EXACT_TASKS and "group" not in changes]
+
+
+def kept_runs(groups: Iterable[list[dict]]) -> dict[str, tuple[dict, str]]:
     """Those to keep by their names, and which of their seeds they are."""
     found = {}
-    for (_, model), runs in sorted(records.runs.items()):
-        which = ends(runs) if model in MODELS else {}
+    for runs in groups:
+        which = ends(runs)
         found |= {run["name"]: (run, which[run["name"]]) for run in runs if run["name"] in which}
     return found
 
 
-def keep(records: Records, trained: Path, checkpoints: Path) -> None:
-    wanted = kept_runs(records)
-    for runs in records.runs.values():
-        for run in runs:
-            target = checkpoints / run["name"]
-            if run["name"] not in wanted:
-                shutil.rmtree(target, ignore_errors=True)
-                continue
-            if is_training_of(run, trained / run["name"]):
-                copy_model(trained / run["name"], target)
-            if (target / WEIGHTS).exists():
-                describe(run, target)
+def all_kept(place: Path) -> dict[str, tuple[dict, str]]:
+    """Those of the records in a folder like this one."""
+    exact = exact_seeds(read_records(place / "exact"))
+    return dict(sorted(kept_runs([*paper_seeds(read_records(place / "runs")), *exact]).items()))
+
+
+def keep(groups: list[list[dict]], trained: Path, checkpoints: Path) -> None:
+    wanted = kept_runs(groups)
+    for run in (run for runs in groups for run in runs):
+        target = checkpoints / run["name"]
+        if run["name"] not in wanted:
+            shutil.rmtree(target, ignore_errors=True)
+            continue
+        if is_training_of(run, trained / run["name"]):
+            copy_model(trained / run["name"], target)
+        if (target / WEIGHTS).exists():
+            describe(run, target)
 
 
 def is_training_of(run: dict, folder: Path) -> bool:
@@ -87,14 +107,17 @@ def describe(run: dict, target: Path) -> None:
     record.write_json(target / record.RUN, {"arguments": settings.arguments} | made)
     card = model_card(settings, results, f"checkpoints/{run['name']}", carries_code=False)
     write_atomically(target / record.CARD_FILE, lambda part: part.write_text(card, encoding="utf-8"))
+    # By which `publish` knows that they are what was evaluated.
+    write_contents(target, [WEIGHTS, CONFIGURATION, record.RESULTS, record.RUN, record.CARD_FILE])
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Keeps the models of the best and the worst seeds.")
-    parser.add_argument("--trained", type=Path, default=Path("runs/paper"), help="(default: %(default)s)")
+    parser.add_argument("--trained", type=Path, default=Path("runs"), help="(default: %(default)s)")
     parser.add_argument("--checkpoints", type=Path, default=CHECKPOINTS, help="(default: checkpoints)")
     given = parser.parse_args(arguments)
-    keep(read_records(HERE / "runs"), given.trained, given.checkpoints)
+    keep(paper_seeds(read_records(HERE / "runs")), given.trained / "paper", given.checkpoints)
+    keep(exact_seeds(read_records(HERE / "exact")), given.trained / "exact", given.checkpoints)
 
 
 if __name__ == "__main__":

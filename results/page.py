@@ -12,7 +12,7 @@ import tables
 from cells import Cells, Place, markdown, read_costs
 from claims import CLAIMS
 from files import files_table, origin
-from kept import CONFIGURATION, kept_runs
+from kept import CONFIGURATION, all_kept
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.training.record import mean_figure
 from paper import ABOVE, BELOW, CONDITIONS, PAPER_NAMES, Paper
@@ -201,14 +201,14 @@ def make_page() -> str:
         "The shell game": tables.episodes_table(cells),
         "The shell game by number of swaps": swaps_section(cells),
         "The shell game with random timing": f"{tables.jitter_table(cells)}\n\n![Random timing](jitter.png)",
-        "Words of any length": f"{EXACT}\n\n{tables.exact_table(HERE / 'exact')}",
+        "Words of any length": f"{EXACT}\n\n{tables.exact_table(read_records(HERE / 'exact'))}",
         "Outside the paper's range": outside_section(cells, read_remarks(HERE / "remarks.md")),
         "Other settings": "\n\n".join([*tables.variations_tables(records), "![Loss on Z5](z5.png)"]),
         "Differences from the paper": f"{differences_table(cells)}\n\n{DIFFERENCES}",
         "What is there and what is open": coverage(cells),
         "Commands": COMMANDS,
         "The runs": runs_section(records),
-        "Trained models": models_section(records),
+        "Trained models": models_section(),
         "The files of this folder": files_table(),
     }
     processor = origin("costs.json").partition(",")[0]
@@ -251,10 +251,10 @@ def runs_section(records: Records) -> str:
     return f"{text}\n\n{runs_table(records)}"
 
 
-def models_section(records: Records) -> str:
+def models_section() -> str:
     """The models that are kept, and those that would be."""
     rows = []
-    for name, (run, which) in kept_runs(records).items():
+    for name, (run, which) in all_kept(HERE).items():
         there = (HERE.parent / "checkpoints" / name / CONFIGURATION).exists()
         place = f"[{name}](../checkpoints/{name})" if there else f"{name}: not kept"
         rows.append([place, which, f"{100 * mean_figure(run):.2f}"])

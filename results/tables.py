@@ -1,10 +1,8 @@
 """The paper's tables with our runs, as Markdown."""
 
-import json
 import re
 import shlex
 import statistics
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -174,18 +172,17 @@ def variations_tables(records: Records) -> list[str]:
     return tables
 
 
-def exact_table(folder: Path) -> str:
+def exact_table(records: Records) -> str:
     """Words of each group with the exact options, by length."""
     groups = {}
-    for path in sorted(folder.glob("*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
+    for run in (run for runs in records.variations.values() for run in runs):
         task = parse_run(shlex.split(run["command"])[2:]).task
         groups.setdefault((task.algebra.order, task.group, len(task.letters)), []).append(run)
     rows, splits = [], []
     for (order, group, letters), runs in sorted(groups.items()):
         splits = list(runs[0]["results"])
         found = [[100 * figure_of(run, split) for run in runs] for split in splits]
-        rows.append([group.upper(), f"{order}", f"{letters}", f"{len(runs)}", *map(spread, found)])
+        rows.append([group.upper().replace("X", " x "), f"{order}", f"{letters}", f"{len(runs)}", *map(spread, found)])
     names = [f"{int(split.removeprefix('test_')):,}" for split in splits]
     return markdown(["group", "elements", "letters", "seeds", *names], rows)
 

@@ -1,23 +1,30 @@
 """The trained models in checkpoints/ load, and reach what is recorded of them."""
 
 import json
+import shlex
 
 import pytest
 from huggingface_hub import ModelCard
 
 from helpers.places import ROOT
-from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.modeling.hub.contents import damaged_files
+from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.evaluation import evaluate
 from mamba3_nplr.training.models import auto_loader
 
-FILES = {"config.json", "model.safetensors", "README.md", "results.json", "run.json"}
+FILES = {"config.json", "contents.json", "model.safetensors", "README.md", "results.json", "run.json"}
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
+
+
+def recorded_run(folder):
+    [path] = (ROOT / "results").glob(f"*/{folder.name}.json")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_model_reaches_what_is_recorded(folder):
-    run = json.loads((ROOT / "results" / "runs" / f"{folder.name}.json").read_text(encoding="utf-8"))
-    task = make_task(run["task"])
+    run = recorded_run(folder)
+    task = parse_run(shlex.split(run["command"])[2:]).task
     model = auto_loader(task).from_pretrained(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) == run["parameters"]
     recorded = {name: results[run["metric"]] for name, results in run["results"].items()}
@@ -31,7 +38,7 @@ def test_a_model_reaches_what_is_recorded(folder):
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_its_card_says_what_is_recorded_and_how_to_load_it(folder, monkeypatch, capsys):
-    run = json.loads((ROOT / "results" / "runs" / f"{folder.name}.json").read_text(encoding="utf-8"))
+    run = recorded_run(folder)
     assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == run
     card = ModelCard.load(folder / "README.md")
     said = {result.dataset_split: result.metric_value for result in card.data.eval_results}
@@ -46,5 +53,5 @@ def test_its_card_says_what_is_recorded_and_how_to_load_it(folder, monkeypatch, 
 def test_what_is_there_carries_no_code():
     assert FOLDERS
     for folder in FOLDERS:
-        assert {path.name for path in folder.iterdir()} == FILES
+        assert {path.name for path in folder.iterdir()} == FILES and not damaged_files(folder)
         assert "auto_map" not in json.loads((folder / "config.json").read_text(encoding="utf-8"))

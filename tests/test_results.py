@@ -277,14 +277,14 @@ def test_models_of_the_best_and_the_worst_seed_are_kept(program, place, tmp_path
     monkeypatch.setattr(kept, "is_whole", lambda folder: True)
 
     def keep():
-        kept.keep(program("records").read_records(place / "runs"), trained, checkpoints)
+        kept.keep(kept.paper_seeds(program("records").read_records(place / "runs")), trained, checkpoints)
         return sorted(path.name for path in checkpoints.iterdir())
 
     model = train(place, trained, 1, words(100, 50))
     assert keep() == ["z5-nplr-seed1"]
     first = checkpoints / "z5-nplr-seed1"
     assert sorted(path.name for path in first.iterdir()) == [
-        "README.md", "config.json", "model.safetensors", "results.json", "run.json",
+        "README.md", "config.json", "contents.json", "model.safetensors", "results.json", "run.json",
     ]  # fmt: skip
     assert "auto_map" not in (first / "config.json").read_text()
     loaded = AutoModelForSequenceClassification.from_pretrained(first, dtype=torch.float64)

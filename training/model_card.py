@@ -73,9 +73,6 @@ def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False, c
         carries_code: Whether the code lies beside the weights; else the example imports the package.
     """
     task, metric, results = run.task, summary["metric"], summary["results"]
-    example = task.example(name, run.config)
-    if not carries_code:
-        example = f"import mamba3_nplr\n{example.replace(TRUST, '')}"
     rows = [
         f"| `{split}` | {size:,} | {100 * results[split][metric]:.2f} % | {100 * results[split]['chance']:.2f} % |"
         for split, size in task.test_sizes.items()
@@ -94,7 +91,7 @@ def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False, c
         rows="\n".join(rows),
         plot=f"\n![{metric.replace('_', ' ')} by size of the test set]({PLOT})\n" if plot else "",
         details=task.texts.details,
-        example=example,
+        example=example_of(run, name, carries_code),
         example_note=task.example_note,
         code_note=CODE_NOTES[carries_code],
         command=summary["command"],
@@ -103,6 +100,17 @@ def model_card(run: TrainingRun, summary: dict, name: str, plot: bool = False, c
         precision="bfloat16" if run.args.bf16 else "float16" if run.args.fp16 else "float32",
     )
     return f"---\n{metadata(run, summary).to_yaml()}\n---\n{text}"
+
+
+def example_of(run: TrainingRun, name: str, carries_code: bool) -> str:
+    example = run.task.example(name, run.config)
+    return example if carries_code else f"import mamba3_nplr\n{example.replace(TRUST, '')}"
+
+
+def with_code(card: str, run: TrainingRun, name: str) -> str:
+    """The card of a model without code, once that lies beside it. `name` is where its example loads from."""
+    card = card.replace(example_of(run, name, carries_code=False), example_of(run, name, carries_code=True))
+    return card.replace(CODE_NOTES[False], CODE_NOTES[True])
 
 
 def metadata(run: TrainingRun, summary: dict) -> ModelCardData:

@@ -1,19 +1,26 @@
 """What goes to the Hub: folders of this package as one commit each, and checkpoints during a run."""
 
+import json
 import re
+import shlex
 import sys
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import distributions
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from huggingface_hub import CommitOperationAdd, HfApi
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
 from ..modeling.hub.contents import read_contents
 from ..modeling.hub.errors import clear_errors
 from . import record
+from .arguments import parse_run
+from .model_card import with_code
+from .models import auto_loader
 
 # The files of a model, among those that a run has written; what else it has written stays where it is.
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.py", "config.json")
@@ -68,11 +75,23 @@ def plan_run(folder: Path, repo_id: str, summary: dict) -> Upload:
     card = (folder / record.CARD_FILE).read_text(encoding="utf-8")
     card = re.sub(r'^checkpoint = ".*"$', f'checkpoint = "{repo_id}"', card, flags=re.MULTILINE)
     files = written_files(folder, record.RUN, record.RESULTS, record.PLOT)
+    if "auto_map" not in json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")):
+        run = parse_run(shlex.split(summary["command"])[2:])
+        files |= code_of(folder, auto_loader(run.task))
+        card = with_code(card, run, repo_id)
     made = {record.CARD_FILE: card.encode(), "LICENSE": licence()}
     split, figures = list(summary["results"].items())[-1]
     metric = summary["metric"]
     note = f"{summary['parameters']:,} parameters; {metric.replace('_', ' ')} {100 * figures[metric]:.1f} % on {split}"
     return Upload(repo_id, "model", files | made, f"{summary['model']} on {summary['task']}", note)
+
+
+def code_of(folder: Path, loader) -> dict[str, bytes]:
+    """The code of a model that lies without it, and the configuration that names it."""
+    with TemporaryDirectory() as made:
+        loader.from_pretrained(folder).save_pretrained(made)
+        paths = [path for path in sorted(Path(made).iterdir()) if path.suffix in (".py", ".json")]
+        return {path.name: path.read_bytes() for path in paths}
 
 
 def licence() -> bytes:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -23,6 +24,8 @@ from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.hub.contents import read_contents, write_contents
 from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
 from mamba3_nplr.training import publish, record
+from mamba3_nplr.training.arguments import parse_run
+from mamba3_nplr.training.model_card import model_card
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +135,30 @@ def test_only_files_that_the_run_wrote_are_published(copy, capsys):
     assert not {"trainer_state.json", "contents.json"} & set(before)
     publish.main([str(run), "--owner=user", "--dry_run"])
     assert not re.search("secrets|private|linked", capsys.readouterr().out)
+
+
+def test_a_model_that_lies_without_its_code_is_published_as_its_run(copy):
+    """As those in checkpoints/ do: who pulls it needs the code, and a card that says so."""
+    run = copy / "words"
+    whole = contents(publish.plan(run, "user"))
+    code = [name for name in whole if name.endswith(".py")]
+    for name in code:
+        (run / name).unlink()
+    config = json.loads((run / "config.json").read_text())
+    for name in ("auto_map", "custom_pipelines"):
+        del config[name]
+    (run / "config.json").write_text(json.dumps(config))
+    summary = json.loads((run / "results.json").read_text())
+    settings = parse_run(shlex.split(summary["command"])[2:])
+    (run / "README.md").write_text(model_card(settings, summary, "here", plot=True, carries_code=False))
+    write_contents(run, set(read_contents(run)) - set(code))
+    published = contents(publish.plan(run, "user"))
+    assert json.loads(published.pop("config.json")) == json.loads(whole.pop("config.json"))
+    assert code and published == whole
+
+
+def contents(upload):
+    return {name: x if isinstance(x, bytes) else x.read_bytes() for name, x in upload.files.items()}
 
 
 def test_a_folder_in_which_a_run_goes_on_is_refused(copy, capsys):
