@@ -123,6 +123,10 @@ results/runs/%.json: | setup
 	$(RUN) results/reproduce.py --runs $* --results $(@D) -- $(OPTIONS)
 	test -e $@
 
+# A policy of checkpoints/ that acts, such as results/rollouts/shell_hand-nplr-seed0.json
+results/rollouts/%.json: | setup
+	$(RUN) train_hf.py evaluate checkpoints/$* --rollouts 1024 --out $@
+
 # What each of them would take on one core of this machine, from measured updates.
 results/costs.json: setup
 	$(RUN) results/reproduce.py --dry_run --out $@

@@ -137,6 +137,11 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
             init.uniform_(module.weight, -bound, bound)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
+        elif isinstance(module, nn.BatchNorm1d):
+            init.ones_(module.weight)
+            init.zeros_(module.running_mean)
+            init.ones_(module.running_var)
+            init.zeros_(module.num_batches_tracked)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
 

@@ -18,6 +18,10 @@ FILES = {
         "make results/runs/TASK-MODEL-seedSEED.json",
         "one run of the paper; `make reproduce` makes all",
     ),
+    "rollouts/TASK-MODEL-seedSEED.json": (
+        "make results/rollouts/TASK-MODEL-seedSEED.json",
+        "a policy of `checkpoints/` that acts in its environment",
+    ),
     "exact/": ("make exact", "runs of words of groups with the exact options"),
     "main.json": ("make results/main.json", "the comparison in the README of the repository"),
     "sanity.json": ("make results/sanity.json", "every model on short words"),

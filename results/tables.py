@@ -1,8 +1,10 @@
 """The paper's tables with our runs, as Markdown."""
 
+import json
 import re
 import shlex
 import statistics
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -20,6 +22,9 @@ from records import Records, figure_of
 WORDS = (("z5", "test_64"), ("s5_generators", "test_64"), ("s5_generators", "test_128"))
 CURVES = (("z5", "nplr"), ("s5_generators", "nplr"), ("s5_generators", "nplr_norope"))
 TASKS = ("z5", "s5_generators", "shell", "shell_curriculum", "shell_jitter")
+# Of our own; their policies act.
+OWN_TASKS = ("shell_hand", "shell_pixels")
+OWN_SWAPS = (0, 1, 2, 4, 8, 16)
 PAPER_RUNS = {(task, model) for task in TASKS for model in PAPER_NAMES}
 
 
@@ -154,7 +159,7 @@ def variations_tables(records: Records) -> list[str]:
     }
     others |= records.variations
     tables = []
-    for task in TASKS_BY_NAME:
+    for task in (name for name in TASKS_BY_NAME if name not in OWN_TASKS):
         kinds = {key: runs for key, runs in others.items() if key[0] == task}
         for _, model, _ in list(kinds):
             if (task, model) in PAPER_RUNS and records.of(task, model):
@@ -170,6 +175,27 @@ def variations_tables(records: Records) -> list[str]:
             names = [split.removeprefix("test_") for split in splits]
             tables.append(f"`{task}`:\n\n" + markdown(["model", "settings", "seed", "updates", *names], rows))
     return tables
+
+
+def acting_table(records: Records, rollouts: Path) -> str:
+    """
+    Policies of our own tasks, on recorded episodes and where they act, by number of swaps.
+
+    Args:
+        rollouts: A folder of what `train_hf.py evaluate --rollouts` has found, by the names of the runs.
+    """
+    everything = [run for runs in (*records.runs.values(), *records.variations.values()) for run in runs]
+    rows = [["", "no tracking, computed", "", *(f"{100 * no_tracking_prior(count):.2f}" for count in OWN_SWAPS), "", ""]]
+    for run in sorted(everything, key=lambda run: run["name"]):
+        found, path = {"recorded": run}, rollouts / f"{run['name']}.json"
+        if path.exists():
+            found["its own"] = json.loads(path.read_text(encoding="utf-8"))
+        for episodes, results in found.items() if run["task"] in OWN_TASKS else ():
+            figures = [figure_of(results, "test_standard", count) for count in OWN_SWAPS]
+            figures += [figure_of(results, split) for split in CONDITIONS]
+            rows.append([f"`{run['task']}`", f"`{run['model']}`", episodes, *map(per_cent, figures)])
+    head = ["task", "model", "episodes", *(f"K = {count}" for count in OWN_SWAPS), *CONDITIONS.values()]
+    return markdown(head, rows)
 
 
 def exact_table(records: Records) -> str:
@@ -194,8 +220,11 @@ def spread(figures: list[float]) -> str:
 
 
 def run_cells(run: dict, splits: list[str]) -> list[str]:
-    figures = [figure_of(run, split) for split in splits]
-    return ["" if figure is None else f"{100 * figure:.2f}" for figure in figures]
+    return [per_cent(figure_of(run, split)) for split in splits]
+
+
+def per_cent(figure: float | None) -> str:
+    return "" if figure is None else f"{100 * figure:.2f}"
 
 
 def coverage_table(cells: Cells, listed: list[str]) -> tuple[str, float]:

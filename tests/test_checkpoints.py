@@ -17,7 +17,7 @@ FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.j
 
 
 def recorded_run(folder):
-    [path] = (ROOT / "results").glob(f"*/{folder.name}.json")
+    [path] = [path for part in ("runs", "exact") for path in (ROOT / "results" / part).glob(f"{folder.name}.json")]
     return json.loads(path.read_text(encoding="utf-8"))
 
 
