@@ -14,8 +14,8 @@ MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 class PixelEncoder(nn.Module):
     """
     Pictures (..., observation_size), flat, of bytes or of floating numbers from 0 to 255, to (..., hidden_size). Three
-    convolutions, each of which halves height and width, a linear map, and a norm over pictures. Equal pictures of bytes,
-    as the frames of episodes often are, are encoded once.
+    convolutions, each of which halves height and width, a linear map, and a norm over pictures. Equal pictures of
+    bytes, as the frames of episodes often are, are encoded once.
     """
 
     def __init__(self, config):

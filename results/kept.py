@@ -44,8 +44,9 @@ def ends(runs: list[dict]) -> dict[str, str]:
 
 
 def paper_seeds(records: Records) -> list[list[dict]]:
-    """Runs that differ by their seeds, of the models that are kept."""
-    return [runs for (_, model), runs in sorted(records.runs.items()) if model in MODELS]
+    """Runs that differ by their seeds, of the models that are kept; on pixels with settings of their own."""
+    kept = [runs for (_, model), runs in sorted(records.runs.items()) if model in MODELS]
+    return kept + [runs for (task, *_), runs in sorted(records.variations.items()) if task == "shell_pixels"]
 
 
 def exact_seeds(records: Records) -> list[list[dict]]:

@@ -185,7 +185,9 @@ def acting_table(records: Records, rollouts: Path) -> str:
         rollouts: A folder of what `train_hf.py evaluate --rollouts` has found, by the names of the runs.
     """
     everything = [run for runs in (*records.runs.values(), *records.variations.values()) for run in runs]
-    rows = [["", "no tracking, computed", "", *(f"{100 * no_tracking_prior(count):.2f}" for count in OWN_SWAPS), "", ""]]
+    rows = [
+        ["", "no tracking, computed", "", *(f"{100 * no_tracking_prior(count):.2f}" for count in OWN_SWAPS), "", ""]
+    ]
     for run in sorted(everything, key=lambda run: run["name"]):
         found, path = {"recorded": run}, rollouts / f"{run['name']}.json"
         if path.exists():

@@ -230,6 +230,26 @@ def test_the_first_sentences_follow_the_runs(program, place):
     assert "the delta models are near chance" in missing
 
 
+def test_policies_are_shown_on_recorded_episodes_and_where_they_act(program, place):
+    by_swaps = {"success_by_swaps": {"0": 1.0, "2": 0.5}}
+    results = {split: {"success": x, "chance": 0.2} for split, x in (("test_standard", 0.75), ("test_extended", 0.25))}
+    results["test_standard"] |= by_swaps
+    add_run(place, "shell_hand", "nplr", 0, {}, results=results)
+    add_run(place, "shell_hand", "mamba3", 0, {}, results=results)
+    add_run(place, "shell", "nplr", 0, {}, results=results)
+    acting = {"metric": "success", "results": results | {"test_extended": {"success": 0.125}}}
+    (place / "rollouts").mkdir()
+    (place / "rollouts" / "shell_hand-nplr-seed0.json").write_text(json.dumps(acting))
+    page = program("page").make_page()
+    lines = [line for line in section(page, "Policies that act").splitlines() if "`shell_hand`" in line[:20]]
+    assert [line.strip("| ").split(" | ") for line in lines] == [
+        ["`shell_hand`", "`mamba3`", "recorded", "100.00", "", "50.00", "", "", "", "75.00", "25.00"],
+        ["`shell_hand`", "`nplr`", "recorded", "100.00", "", "50.00", "", "", "", "75.00", "25.00"],
+        ["`shell_hand`", "`nplr`", "its own", "100.00", "", "50.00", "", "", "", "75.00", "12.50"],
+    ]
+    assert "shell_hand" not in section(page, "Other settings")
+
+
 def test_differences_from_the_paper_are_those_of_the_records(program, place):
     add_run(place, "z5", "nplr", 0, words(100.0))
     add_run(place, "z5", "ids4", 0, words(100.0), updates=60_000)
