@@ -30,7 +30,7 @@ class PixelEncoder(nn.Module):
         self.projection = nn.Linear(CHANNELS[-1] * places, config.hidden_size, bias=False)
         # Pictures of a scene are nearly the same: a ball that is shown changes their encodings by a tenth. What is left
         # without their mean is what the blocks have to learn from.
-        self.norm = nn.BatchNorm1d(config.hidden_size)
+        self.norm = PictureNorm(config.hidden_size)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         flat = pictures.reshape(-1, pictures.shape[-1])
@@ -48,6 +48,16 @@ class PixelEncoder(nn.Module):
         for convolution in self.convolutions:
             x = F.silu(convolution(x))
         return self.projection(x.flatten(1))
+
+
+class PictureNorm(nn.BatchNorm1d):
+    """Takes encodings around their mean: in training that of the batch, else the one that was learned."""
+
+    def forward(self, encodings: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() or not self.training:
+            return super().forward(encodings)
+        # Who acts without gradients does not train, though nobody has said so: one picture has no mean of its own.
+        return F.batch_norm(encodings, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
 def find_equal_pictures(pictures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

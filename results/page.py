@@ -69,10 +69,10 @@ what makes it last, and where it does not. `make exact` trains them."""
 
 ACTING = """\
 Beyond the paper: `shell_hand`, where a hand that an action moves hides the cups it covers, and `shell_pixels`, where
-the game is seen as pictures of 3 x 32 x 64 bytes ([what they are](../docs/environment.md#actions-that-matter)). One seed
-each, with the paper's training; on pixels with 9,000 updates, over 60 % of which the largest number of swaps grows from
-1 to 16. *Recorded* are 4,096 episodes with the recorded hand, if there is one; *its own* the first 1,024 of them, in
-which the policy sees what its own actions lead to. K is the number of swaps in standard episodes.
+the game is seen as pictures of 3 x 32 x 64 bytes ([what they are](../docs/environment.md#actions-that-matter)). One
+seed each, with the paper's training; on pixels with 9,000 updates, over 60 % of which the largest number of swaps grows
+from 1 to 16. *Recorded* are 4,096 episodes with the recorded hand, if there is one; *its own* the first 1,024 of them,
+in which the policy sees what its own actions lead to. K is the number of swaps in standard episodes.
 `make results/rollouts/TASK-MODEL-seedSEED.json` lets a policy act."""
 
 COMMANDS = """\

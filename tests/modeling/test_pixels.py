@@ -161,3 +161,35 @@ def test_wrong_pictures_are_named():
     with pytest.raises(ValueError, match="input_ids need input_type='tokens'; this model has input_type='pixels'"):
         tokens(torch.zeros(2, 3, dtype=torch.long))
     assert tokens(observations=pictures()).logits.shape == (3, 5)
+
+
+def test_training_takes_encodings_around_their_mean():
+    """Frames of a scene are nearly the same, and blocks would see little of what they differ in."""
+    scene = torch.randint(0, 256, (1, SIZE), dtype=torch.uint8).repeat(40, 1)
+    scene[:, 7] = torch.arange(40)
+    model = make().train()
+    [encoder] = [module for module in model.modules() if isinstance(module, PixelEncoder)]
+    encoded = encoder(scene)
+    assert (encoded.mean(0) - encoder.norm.bias).abs().max() < 1e-10
+    for _ in range(300):
+        encoder(scene)
+    assert error(encoder.eval()(scene), encoded) < 0.05  # what was learned of them
+    encoder.train()
+    with torch.no_grad():
+        before = encoder.norm.running_mean.clone()
+        assert error(encoder(scene[:1]), encoder.eval()(scene[:1])) < 1e-10
+        assert torch.equal(encoder.norm.running_mean, before)
+
+
+def test_first_weights_of_the_norm_survive_an_empty_device(tmp_path):
+    """Models are made on a device without memory, where values that a module sets itself are lost."""
+    model = make()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    [encoder] = [module for module in loaded.modules() if isinstance(module, PixelEncoder)]
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    empty = empty.to_empty(device="cpu")
+    empty.apply(empty._init_weights)
+    for found in (encoder, *(module for module in empty.modules() if isinstance(module, PixelEncoder))):
+        assert (found.norm.running_var == 1).all() and (found.norm.running_mean == 0).all()
