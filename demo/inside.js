@@ -153,7 +153,10 @@ function hue(part) {
 }
 
 form.addEventListener("change", (event) => {
-  if (event.target.name === "task") form.elements.text.value = EXAMPLES[event.target.value];
+  const { name } = event.target;
+  if (name === "task") form.elements.text.value = EXAMPLES[event.target.value];
+  // Another model: its heads are others, and the one with the most to see is again to be found.
+  if (["kind", "timing", "task", "model"].includes(name)) form.elements.head.value = "";
   arrange();
 });
 form.addEventListener("submit", (event) => {

@@ -40,9 +40,14 @@ class Inside:
         return self.k[:, head] @ self.k[:, head].T
 
     def liveliest_head(self) -> int:
-        """The one whose directions, or without them decays, differ most from position to position."""
-        numbers = self.decay[..., None] if self.k is None else self.k
-        return int(numbers.var(0).sum(-1).argmax())
+        """
+        The one whose direction answers most to what is read: it stays at some positions and changes at others. One that
+        turns evenly, however fast, has less to show. Without directions, the one whose decay varies most.
+        """
+        if self.k is None or len(self.k) < 3:
+            return int(self.decay.var(0).argmax())
+        alike = (self.k[1:] * self.k[:-1]).sum(-1)  # (length - 1, heads), cosines of neighbours
+        return int((alike.std(0) * (1 + alike.mean(0))).argmax())
 
     def part(self, start: int, stop: int) -> "Inside":
         return Inside(*(None if x is None else x[start:stop] for x in (self.beta, self.decay, self.phase, self.k)))

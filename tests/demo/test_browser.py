@@ -268,6 +268,9 @@ def test_the_inside_of_a_game_and_of_a_word_is_drawn(visit, models):
     visitor.page.locator("[name=model]:visible").select_option("mamba3")
     visitor.press("Look inside")
     visitor.page.wait_for_selector(".note:visible")
+    word = visitor.page.input_value("[name=text]")
+    expected = Insides(models).of_word("mamba3", "s5_generators", word)
+    assert visitor.wait_for_answer("length", expected["length"]) == expected
     assert "has no reflection" in visitor.page.locator(".note:visible").inner_text()
     visitor.page.locator(".pictures canvas").first.scroll_into_view_if_needed()
     visitor.page.locator(".pictures canvas").first.hover()

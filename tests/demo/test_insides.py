@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from browser import in_sentences
 from helpers.made_players import MODELS_OF_PAGE
-from insides import LONGEST_PICTURE, Insides, listen
+from insides import LONGEST_PICTURE, Inside, Insides, listen
 from mamba3_nplr import Mamba3NPLRConfig, Mamba3NPLRForSequenceClassification
 
 LETTERS = torch.tensor([[0, 1, 1, 3, 2, 0, 3, 3, 1, 0]])
@@ -76,9 +76,25 @@ def test_the_head_with_the_most_to_see_is_shown_first(models):
     chosen = insides.of_word("nplr", "s5_generators", "0123012")
     named = insides.of_word("nplr", "s5_generators", "0123012", head=chosen["head"])
     assert chosen == named
-    k = listen(models.of_task("s5_generators")["nplr"], input_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]])).k
-    spread = [((k[:, head] - k[:, head].mean(0)) ** 2).sum() for head in range(k.shape[1])]
-    assert chosen["head"] == int(np.argmax(spread)) + 1
+    inside = listen(models.of_task("s5_generators")["nplr"], input_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))
+    assert chosen["head"] == inside.liveliest_head() + 1
+
+
+@pytest.mark.parametrize("speed", [0.1, 1.0, 3.0])
+def test_a_direction_that_turns_evenly_has_less_to_show_than_one_that_answers(speed):
+    still, turning = np.zeros(40), speed * np.arange(40)
+    answering = np.where(np.isin(np.arange(40), [9, 10, 24]), 1.5, 0.0)
+    for order in ([still, turning, answering], [answering, turning, still]):
+        angles = np.stack(order, axis=1)
+        k = np.stack([np.cos(angles), np.sin(angles)], axis=-1)
+        inside = Inside(beta=np.ones((40, 3)), decay=np.ones((40, 3)), phase=np.zeros((40, 3, 0)), k=k)
+        assert order[inside.liveliest_head()] is answering
+
+
+@pytest.mark.parametrize("text", ["0", "01"])
+def test_the_shortest_words_have_an_inside(text, model, models):
+    [name] = [name for name, one in models.of_task("s5_generators").items() if one is model]
+    assert Insides(models).of_word(name, "s5_generators", text)["length"] == len(text)
 
 
 def test_long_episodes_come_in_parts(models):
