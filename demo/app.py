@@ -15,6 +15,7 @@ from pathlib import Path
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 
 import gradio as gr
+from transformers.utils.logging import disable_progress_bar
 
 from browser import in_sentences
 from insides import Insides
@@ -50,18 +51,20 @@ def part(name: str, functions: list, **props) -> gr.HTML:
     )
 
 
+def named_policies(models: TrainedModels) -> dict[str, dict[str, str]]:
+    """Timing -> names of those that play -> on the page, in its order."""
+    there = {timing: {name for task in tasks for name in models.folders(task)} for timing, tasks in TIMINGS.items()}
+    return {timing: {name: MODELS[name] for name in MODELS if name in names} for timing, names in there.items()}
+
+
 def build(models: TrainedModels) -> gr.Blocks:
     games, words, insides = ShellGames(models), SwapWords(models), Insides(models)
-    policies = {
-        timing: {name: MODELS[name] for task in tasks for name in models.folders(task)}
-        for timing, tasks in TIMINGS.items()
-    }
-    described = words.describe()
+    described, policies = words.describe(), named_policies(models)
     with gr.Blocks(title=TITLE, analytics_enabled=False, fill_width=False) as page:
         gr.HTML((HERE / "heading.html").read_text(encoding="utf-8"), apply_default_css=False, js_on_load=None)
         with gr.Tabs():
             with gr.Tab("Shell game"):
-                part("shell_game", [games.start, games.answer])
+                part("shell_game", [games.start, games.answer], policies=policies)
             with gr.Tab("Words"):
                 part("words", [words.follow], tasks=described)
             with gr.Tab("Inside"):
@@ -69,11 +72,12 @@ def build(models: TrainedModels) -> gr.Blocks:
     return page
 
 
-def launch(models: TrainedModels, **options):
-    """Loads every model first: nobody should wait for that in the middle of a game."""
+def launch(models: TrainedModels, **options) -> gr.Blocks:
+    """The page, served from now on. Every model is loaded first: nobody should wait for that in a game."""
     for task in (*WORD_TASKS, *{task for tasks in TIMINGS.values() for task in tasks}):
         models.of_task(task)
-    return build(models).launch(
+    page = build(models)
+    page.launch(
         theme=system_theme(),
         css_paths=[HERE / "style.css"],
         head_paths=[HERE / "head.html"],
@@ -81,8 +85,11 @@ def launch(models: TrainedModels, **options):
         run_history=False,
         share=False,
         pwa=False,
+        quiet=True,  # it would offer a public link
+        prevent_thread_lock=True,
         **options,
     )
+    return page
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,7 +100,10 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.checkpoints.is_dir():
         parser.error(f"--checkpoints {given.checkpoints} is not there; it must be a folder of trained models.")
-    launch(TrainedModels(given.checkpoints), server_port=given.port, inbrowser=given.open)
+    disable_progress_bar()
+    page = launch(TrainedModels(given.checkpoints), server_port=given.port, inbrowser=given.open)
+    print(f"The page is at {page.local_url} until Ctrl-C ends it.", flush=True)
+    page.block_thread()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ const status = find(".status");
 const startButton = find(".main");
 const lookButton = find(".look");
 const scores = new Map([["you", newScore("You")], ["chance", newScore("Chance")]]);
+for (const [name, label] of Object.entries(props.policies.fixed)) scores.set(name, newScore(label));
 let game = null;
 let phase = "idle"; // then watching, choosing, reaching, and idle again
 let run = 0; // of the animation: an older one ends itself

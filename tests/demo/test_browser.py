@@ -40,7 +40,7 @@ def address(models):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket.socket, "connect", noted)
-        yield app.launch(models, prevent_thread_lock=True, quiet=True)[1]
+        yield app.launch(models).local_url
     assert reached == []
 
 
@@ -151,7 +151,7 @@ def test_visitors_at_once_do_not_mix(visit, models):
     check_game(first, models, "fixed", 6, cup=1)
     check_game(second, models, "fixed", 3, cup=4)
     third = visit()
-    assert third.page.locator("tr[data-player=you] td.right, tr[data-player=you] td.wrong").count() == 0
+    assert third.scores() == dict.fromkeys(["you", "nplr_exact", "nplr", "mamba3", "chance"], "\u2013")
 
 
 @pytest.mark.parametrize("timing", ["fixed", "jittered"])
@@ -302,8 +302,8 @@ def test_what_is_published_runs_by_itself(space, chromium):
     with subprocess.Popen(command, cwd=space, env=environment, stdout=subprocess.PIPE, text=True) as running:
         try:
             assert running.stdout.readline().startswith(str(space))
-            address = next(match[0] for line in running.stdout if (match := re.search(r"http://[\d.:]+", line)))
-            visitor = Visitor(chromium, f"{address}/")
+            told = re.fullmatch(r"The page is at (\S+) until Ctrl-C ends it\.\n", running.stdout.readline())
+            visitor = Visitor(chromium, told[1])
             visitor.start_game(1)
             visitor.wait_for_cue()
             visitor.page.keyboard.press("5")

@@ -11,7 +11,9 @@ from huggingface_hub import RepoCard
 import app
 from browser import BROKEN, as_bytes, in_sentences
 from helpers.hub_server import card_problems
+from helpers.made_players import save_player
 from helpers.places import ROOT
+from trained_models import TrainedModels
 
 DEMO = ROOT / "demo"
 NAMESPACE = "http://www.w3.org/2000/svg"  # a name, not an address
@@ -29,6 +31,13 @@ def test_the_page_has_its_tabs_and_no_telemetry(models):
     assert page.analytics_enabled is False and config["analytics_enabled"] is False
     labels = [block["props"].get("label") for block in config["components"] if block["type"] == "tabitem"]
     assert labels == ["Shell game", "Words", "Inside"]
+
+
+def test_policies_are_named_in_the_order_of_the_page(tmp_path):
+    for task, name in (("shell", "nplr_exact"), ("shell", "mamba3"), ("shell_jitter", "nplr")):
+        save_player(tmp_path, task, name)
+    named = {timing: [*policies] for timing, policies in app.named_policies(TrainedModels(tmp_path)).items()}
+    assert named == {"fixed": ["nplr_exact", "mamba3"], "jittered": ["nplr_exact", "nplr", "mamba3"]}
 
 
 def test_templates_are_plain_text():

@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draws the pictures of the page.")
     parser.add_argument("folder", type=Path, help="where they go")
     folder = parser.parse_args().folder
-    address = app.launch(TrainedModels(), prevent_thread_lock=True, quiet=True)[1]
+    address = app.launch(TrainedModels()).local_url
     with open_chromium() as browser:
         visitor = Visitor(browser, address, height=1000)
         draw(visitor, folder)
