@@ -68,6 +68,7 @@ function show(answer, showEnd, typed) {
   const written = word.length <= LONGEST_TYPED;
   const text = written ? [...word.letters].map((letter) => names[letter]).join(" ") : "";
   if (form.elements.word.value === typed) form.elements.word.value = text;
+  form.elements.word.placeholder = written ? "" : "too long to write out";
   const trained = tasks[word.task].trained;
   const many = `${count(word.length)} ${word.length === 1 ? "letter" : "letters"}`;
   const none = word.models.length ? "" : " There is no trained model for these letters yet, only the truth.";
@@ -105,7 +106,7 @@ function draw() {
 function modelRow(model) {
   const share = percent(model.right / word.length);
   const lost = model.first_wrong;
-  const verdict = lost === null ? `right after each of ${count(word.length)} letters` : `${share} right; loses it at `;
+  const verdict = lost === null ? `right after each of ${count(word.length)} letters` : `${share} right, first wrong at `;
   const row = braidRow(`player-${model.name}`, model.label, verdict, model.predicted, word.truth);
   row.dataset.model = model.name;
   if (lost !== null) {
@@ -113,6 +114,7 @@ function modelRow(model) {
     button.addEventListener("click", () => go(lost - Math.floor(shown() / 2)));
     row.querySelector(".verdict").append(button);
   }
+  if (word.length <= shown()) return row; // all of it is seen above
   const strip = make("canvas", { class: "strip", height: 14, title: "Where it is right, over the whole word" });
   strip.wrong = model.predicted.map((element, t) => (element === word.truth[t] ? 0 : 1));
   strip.addEventListener("click", (event) => {
@@ -130,7 +132,7 @@ function braidRow(kind, label, verdict, elements, truth) {
   const letters = [...word.letters.slice(first, first + shown())];
   const before = first === 0 ? pointsOf[0] : pointsOf[elements[first - 1]];
   const columns = [before, ...letters.map((_, i) => pointsOf[elements[first + i]])];
-  const svg = make("svg", { viewBox: `0 0 ${STEP * (letters.length + 1)} ${GAP * 5 + 22}`, class: "braid" });
+  const svg = make("svg", { viewBox: `0 0 ${STEP * (letters.length + 1)} ${GAP * 5 + 22}`, class: "braid", preserveAspectRatio: "xMinYMid" });
   letters.forEach((letter, i) => {
     const wrong = truth && elements[first + i] !== truth[first + i];
     const at = { x: STEP * (i + 0.5) + 20, y: 20, width: STEP, height: GAP * 5 + 2 };
@@ -185,7 +187,7 @@ function drawStrip(strip) {
     const wrong = part.reduce((sum, one) => sum + one, 0) / part.length;
     context.fillStyle = style.getPropertyValue("--right");
     context.fillRect(x, 0, 1, strip.height);
-    context.globalAlpha = wrong;
+    context.globalAlpha = wrong && Math.max(0.4, wrong); // a single wrong letter is seen too
     context.fillStyle = style.getPropertyValue("--wrong");
     context.fillRect(x, 0, 1, strip.height);
     context.globalAlpha = 1;

@@ -214,6 +214,8 @@ def test_words_are_followed_letter_by_letter(visit, models):
     assert len(shown) == 25 and [int(x) - 1 for x in shown[:5]] == described["arrangements"][0]
     rows = [row.get_attribute("data-model") for row in visitor.page.locator(".braid-row[data-model]").all()]
     assert rows == ["nplr_exact", "nplr", "mamba3"]
+    # All of it is seen, so that there is no bar of the whole.
+    assert visitor.page.locator(".strip").count() == 0
 
 
 def test_an_answer_does_not_replace_what_was_typed_since_it_was_asked_for(visit):
@@ -234,12 +236,15 @@ def test_the_longest_word_is_followed_and_paged_through(visit):
     visitor.fill("size", 100_000)
     visitor.press("Draw it")
     visitor.page.wait_for_function("document.querySelectorAll('.status')[1].textContent.startsWith('100,000 letters')")
+    assert visitor.page.input_value("[name=word]") == ""
+    assert visitor.page.get_attribute("[name=word]", "placeholder") == "too long to write out"
     visitor.press("To the end")
     assert visitor.page.locator(".pages:visible output").inner_text().endswith("to 100,000")
     told = {model["name"]: model for model in visitor.wait_for_answer("length", 100_000)["models"]}
     lost = told["mamba3"]["first_wrong"]
     visitor.page.locator("[data-model=mamba3] .link").click()
     assert f"{lost + 1:,}" in visitor.page.locator("[data-model=mamba3] .verdict").inner_text()
+    assert visitor.page.locator(".strip").count() == len(told)
     first, last = (
         int(x.replace(",", ""))
         for x in re.findall(r"[\d,]+", visitor.page.locator(".pages:visible output").inner_text())
