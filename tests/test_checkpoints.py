@@ -1,18 +1,22 @@
 """The trained models in checkpoints/ load, and reach what is recorded of them."""
 
 import json
+import math
 import shlex
+from dataclasses import replace
 
 import pytest
 from huggingface_hub import ModelCard
 
+from helpers.made_players import MODELS_OF_PAGE, TASKS_OF_PAGE
 from helpers.places import ROOT
 from mamba3_nplr.modeling.hub.contents import damaged_files
 from mamba3_nplr.training.arguments import parse_run
-from mamba3_nplr.training.evaluation import evaluate
+from mamba3_nplr.training.evaluation import evaluate, predict
 from mamba3_nplr.training.models import auto_loader
 
 FILES = {"config.json", "contents.json", "model.safetensors", "README.md", "results.json", "run.json"}
+FRESH = 256  # sequences
 FOLDERS = sorted(path.parent for path in (ROOT / "checkpoints").glob("*/config.json"))
 
 
@@ -34,6 +38,27 @@ def test_a_model_reaches_what_is_recorded(folder):
     found = {name: results[run["metric"]] for name, results in evaluate(model, task, splits).items()}
     # Another processor rounds otherwise, which may decide some sequences in a thousand.
     assert found == pytest.approx({name: recorded[name] for name in splits}, abs=0.01)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_model_is_as_good_on_sequences_that_no_record_knows(folder):
+    """As long as in training, those that would follow the last of its test set."""
+    run = recorded_run(folder)
+    task = parse_run(shlex.split(run["command"])[2:]).task
+    [trained] = [name for name, size in task.test_sizes.items() if size == task.trained_size]
+    first = task.test_size
+    fresh = replace(task, test_size=first + FRESH).for_evaluation
+    rows = fresh.rows(trained, first, first + FRESH)
+    predicted = predict(auto_loader(task).from_pretrained(folder).eval(), fresh, fresh.model_inputs(rows), 128)
+    found, recorded = fresh.metrics(predicted, rows)[run["metric"]], run["results"][trained][run["metric"]]
+    # Both are shares of a sample; the smaller one decides how far they may lie apart.
+    deviation = math.sqrt(max(recorded * (1 - recorded), 1 / FRESH) / FRESH)
+    assert abs(found - recorded) < 4.5 * deviation
+
+
+def test_every_model_of_the_page_is_there():
+    kept = {folder.name.rpartition("-seed")[0] for folder in FOLDERS}
+    assert {f"{task}-{model}" for task in TASKS_OF_PAGE for model in MODELS_OF_PAGE} <= kept
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
