@@ -14,6 +14,7 @@ from helpers.made_players import called_directly, save_player
 from helpers.places import ROOT
 from mamba3_nplr.datasets_scripts.shell_game_episodes import CUPS, X, Y, chosen_slot
 from mamba3_nplr.training import publish
+from programs.demo_pictures import draw
 
 pytestmark = pytest.mark.browser
 
@@ -282,6 +283,15 @@ def test_the_inside_of_a_game_and_of_a_word_is_drawn(visit, models):
     assert re.search(r"Decay: head \d+, letter \d+ \(s\d\): \d\.\d\d", visitor.page.locator(".reading").inner_text())
     visitor.open_tab("Shell game")
     assert re.fullmatch(r"[✓✗] cup 1", visitor.scores()["you"])  # what was there is still there
+
+
+def test_the_pictures_that_pages_show_are_those_of_the_tabs(visit, tmp_path):
+    """As make demo-pictures writes them to docs/."""
+    draw(visit(height=1000), tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    for page in ("README.md", "docs/demo.md"):
+        assert set(re.findall(r"demo_\w+\.png", (ROOT / page).read_text(encoding="utf-8"))) == drawn
+    assert len(drawn) == 3 and all((ROOT / "docs" / name).is_file() for name in drawn)
 
 
 @pytest.fixture

@@ -13,26 +13,29 @@ from helpers.places import ROOT
 
 sys.path.append(str(ROOT / "demo"))
 
-WORD = "s0 s1 s2 s3 s2 s1 s0 s3 s1 s2 s0 s1 s3 s2 s1 s0 s2 s3"
+LETTERS = 2000  # as long as shows where each model goes wrong
 
 
 def draw(visitor: Visitor, folder: Path) -> None:
     page = visitor.page
+
+    def keep(name: str) -> None:
+        page.wait_for_timeout(1000)
+        page.screenshot(path=folder / f"demo_{name}.png", full_page=True)
+
     visitor.start_game(8)
     visitor.wait_for_cue()
     page.keyboard.press("3")
     visitor.wait_for_ball()
-    page.wait_for_timeout(1000)
-    page.screenshot(path=folder / "demo_shell_game.png")
+    keep("shell_game")
     visitor.open_tab("Words")
-    visitor.fill("word", WORD)
-    visitor.press("Follow it")
-    page.wait_for_timeout(1500)
-    page.screenshot(path=folder / "demo_words.png")
+    visitor.fill("size", LETTERS)
+    visitor.press("Draw it")
+    visitor.wait_for_answer("length", LETTERS)
+    keep("words")
     visitor.open_tab("Inside")
     page.wait_for_selector("figure")
-    page.wait_for_timeout(1000)
-    page.screenshot(path=folder / "demo_inside.png")
+    keep("inside")
 
 
 def main() -> None:
