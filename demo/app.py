@@ -100,8 +100,15 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.checkpoints.is_dir():
         parser.error(f"--checkpoints {given.checkpoints} is not there; it must be a folder of trained models.")
+    if given.port is not None and not 0 < given.port < 2**16:
+        parser.error(f"--port {given.port} is not allowed; it must be from 1 to {2**16 - 1:,}.")
     disable_progress_bar()
-    page = launch(TrainedModels(given.checkpoints), server_port=given.port, inbrowser=given.open)
+    try:
+        page = launch(TrainedModels(given.checkpoints), server_port=given.port, inbrowser=given.open)
+    except OSError as error:
+        if given.port is None or "empty port" not in str(error):
+            raise
+        parser.error(f"--port {given.port} is taken by another program; it must be a free one.")
     print(f"The page is at {page.local_url} until Ctrl-C ends it.", flush=True)
     page.block_thread()
 

@@ -3,6 +3,7 @@
 import base64
 import logging
 import re
+import socket
 import tomllib
 
 import pytest
@@ -64,6 +65,20 @@ def test_the_program_says_which_folder_is_not_there(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         app.main(["--checkpoints", str(tmp_path / "none")])
     assert stop.value.code == 2 and f"--checkpoints {tmp_path / 'none'} is not there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536])
+def test_the_program_says_which_ports_there_are(port, capsys):
+    with pytest.raises(SystemExit) as stop:
+        app.main([f"--port={port}"])
+    assert stop.value.code == 2 and f"--port {port} is not allowed; it must be from 1 to" in capsys.readouterr().err
+
+
+def test_the_program_says_that_a_port_is_taken(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(SystemExit) as stop:
+        port = server.getsockname()[1]
+        app.main([f"--port={port}", f"--checkpoints={tmp_path}"])
+    assert stop.value.code == 2 and f"--port {port} is taken by another program" in capsys.readouterr().err
 
 
 def test_whatever_fails_is_a_sentence_and_its_trace_is_in_the_log(caplog):
