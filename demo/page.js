@@ -3,7 +3,13 @@
 
 const find = (selector) => element.querySelector(selector);
 const count = (number) => number.toLocaleString("en-US");
-const percent = (part) => `${(100 * part).toFixed(part > 0 && part < 0.1 ? 1 : 0)} %`;
+
+// Near 0 and 1 with a decimal, and never as 0 or 100 what is not.
+function percent(part) {
+  if (part === 0 || part === 1) return `${100 * part} %`;
+  const digits = part < 0.1 || part > 0.99 ? 1 : 0;
+  return `${Math.max(0.1, Math.min(99.9, 100 * part)).toFixed(digits)} %`;
+}
 
 // An answer of the server, or an error whose message is a sentence for the visitor.
 async function ask(name, request) {

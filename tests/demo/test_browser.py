@@ -219,6 +219,22 @@ def test_words_are_followed_letter_by_letter(visit, models):
     assert visitor.page.locator(".strip").count() == 0
 
 
+def test_what_is_not_all_right_is_not_a_hundred_per_cent(visit):
+    shared = (ROOT / "demo" / "page.js").read_text(encoding="utf-8")
+    shares = {
+        0: "0 %",
+        1e-5: "0.1 %",
+        0.02: "2.0 %",
+        0.27: "27 %",
+        0.9: "90 %",
+        0.99874: "99.9 %",
+        0.99999: "99.9 %",
+        1: "100 %",
+    }
+    shown = visit().page.evaluate(f"(shares) => {{ {shared}\nreturn shares.map(percent); }}", list(shares))
+    assert shown == list(shares.values())
+
+
 def test_an_answer_does_not_replace_what_was_typed_since_it_was_asked_for(visit):
     visitor = visit()
     visitor.open_tab("Words")
