@@ -20,6 +20,8 @@ class Mamba3NPLRConfig(SequenceModelConfig):
         expand (`int`, defaults to 4): Inner width as a multiple of `hidden_size`.
         use_rope (`bool`, defaults to `True`): Whether B, C and k are rotated by the accumulated phase.
         num_rope_pairs (`int`, defaults to 4): Rotated coordinate pairs (m), at most `state_size // 2`.
+        rope_per_head (`bool`, defaults to `False`): Whether each head has angular speeds of its own. The paper's heads
+            share them, so that each can turn by other angles than the rest only as far as its step size allows.
         reflection_rank (`0` or `1`, defaults to 1): 0 is plain Mamba-3, 1 adds the reflection.
         reflection_form (`"additive"` or `"contractive"`, defaults to `"additive"`): The transition
             d_t I - beta_t k_t k_t' of the paper, or d_t (I - beta_t k_t k_t'), which never expands.
@@ -60,6 +62,7 @@ class Mamba3NPLRConfig(SequenceModelConfig):
     expand: int = 4
     use_rope: bool = True
     num_rope_pairs: int = 4
+    rope_per_head: bool = False
     reflection_rank: Literal[0, 1] = 1
     reflection_form: Literal["additive", "contractive"] = "additive"
     injection: Literal["trapezoid", "delta", "overwrite"] = "trapezoid"

@@ -16,6 +16,7 @@ and with gate_form="exact"
     y_t = C_t' h_t + D u_t
     out = W_out (y_t * silu(z_t))                   with output_norm, RMSNorm_head(y_t) in place of y_t
 
+With rope_per_head each head has a W_omega of its own, which else all share.
 In place of both input terms injection="delta" writes beta_t k_t u_t', and "overwrite" beta_t (2 - beta_t) k_t u_t'.
 """
 
@@ -82,7 +83,8 @@ class Mamba3Mixer(nn.Module):
         inner = heads * channels
         self.pairs = config.num_rope_pairs if config.use_rope else 0
         # Rows of z, x, B, C, dt, A, trap, angle. The layout is the same with every option, so that weights carry over.
-        self.split_sizes = [inner, inner, n, n, heads, heads, heads, config.num_rope_pairs]
+        angles = config.num_rope_pairs * (heads if config.rope_per_head else 1)
+        self.split_sizes = [inner, inner, n, n, heads, heads, heads, angles]
         self.in_proj = nn.Linear(config.hidden_size, sum(self.split_sizes), bias=False)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         # What an option leaves out is None.
@@ -116,8 +118,8 @@ class Mamba3Mixer(nn.Module):
             heads,
             n,
             channels,
-            config.num_rope_pairs,
-            rotates=config.use_rope,
+            self.pairs,
+            angles,
             carries=config.injection == "trapezoid",
             reflects=bool(config.reflection_rank),
             exact_gates=config.gate_form == "exact",
@@ -288,7 +290,9 @@ class Mamba3Mixer(nn.Module):
         """Cosine and sine of Theta, (batch, length, heads, pairs) each, and the phase after the last tokens."""
         if not self.pairs:
             return None, state.phase
-        increment = dt[..., None] * self.angular_speed(angle)[..., None, :]
+        speed = self.angular_speed(angle)
+        speed = speed.unflatten(-1, (-1, self.pairs))  # (batch, length, heads or 1, pairs)
+        increment = dt[..., None] * speed
         theta, phase = accumulate_phase(increment, state.phase, mask, cu_seqlens)
         return (theta.cos(), theta.sin()), phase
 

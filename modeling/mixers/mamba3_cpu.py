@@ -49,16 +49,12 @@ class MixerSizes(NamedTuple):
     heads: int
     state: int
     channels: int
-    angles: int  # rows of the input projection for pairs, whether they are rotated or not
-    rotates: bool
+    pairs: int  # that are rotated
+    angles: int  # rows of the input projection for them: of all heads or of each, whether they are rotated or not
     carries: bool  # whether the last token is written again, as with the trapezoid
     reflects: bool
     exact_gates: bool
     output_norm: bool
-
-    @property
-    def pairs(self) -> int:
-        return self.angles if self.rotates else 0
 
     @property
     def width(self) -> int:
@@ -152,11 +148,13 @@ class CompiledMixer(MixerOperator):
         heads, n, channels, pairs, width = (sizes[name] for name in ("heads", "state", "channels", "pairs", "width"))
         if 2 * pairs > n:
             arguments.refuse("phase0", f"is of {pairs} pairs", f"of {n // 2} at most, with state={n}")
-        # Without RoPE the angles are there all the same, and nobody reads them.
-        least = 2 * heads * channels + 2 * n + 3 * heads + pairs
-        most = least if pairs else least + n // 2
-        if not least <= width <= most:
-            arguments.refuse("projected", f"has {width} columns", f"of {least} to {most}, by the shape of the state")
+        angles = width - (2 * heads * channels + 2 * n + 3 * heads)
+        # Of all heads or of each. Without RoPE they are there all the same, and nobody reads them.
+        allowed = (pairs, heads * pairs) if pairs else range(heads * (n // 2) + 1)
+        if angles not in allowed:
+            least, most = (width - angles + count for count in (allowed[0], allowed[-1]))
+            either = f"{least} or {most}" if pairs else f"{least} to {most}"
+            arguments.refuse("projected", f"has {width} columns", f"of {either}, by the shape of the state")
         for name, number in (("a_min", a_min), ("epsilon", epsilon)):
             if not math.isfinite(number):
                 arguments.refuse(name, f"is {number}", "finite")

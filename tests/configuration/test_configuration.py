@@ -38,6 +38,7 @@ PAPER = {
     "expand": 4,
     "num_rope_pairs": 4,
     "use_rope": True,
+    "rope_per_head": False,
     "reflection_rank": 1,
     "reflection_form": "additive",
     "injection": "trapezoid",

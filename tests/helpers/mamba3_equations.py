@@ -23,13 +23,16 @@ def equations(mixer, x):
     """The block on one sequence x (length, hidden_size), straight from the definition of each symbol."""
     config = mixer.config
     H, P, n = config.num_heads, config.head_dim, config.state_size
-    rows = {"z": H * P, "x": H * P, "B": n, "C": n, "dt": H, "A": H, "trap": H, "angle": config.num_rope_pairs}
+    m = config.num_rope_pairs
+    rows = {"z": H * P, "x": H * P, "B": n, "C": n, "dt": H, "A": H, "trap": H}
+    rows["angle"] = H * m if config.rope_per_head else m
     W = dict(zip(rows, mixer.in_proj.weight.split(list(rows.values())), strict=True))
     heads = []
     for i in range(H):
         channels = slice(i * P, (i + 1) * P)
         h = mixer.h0[i] if config.initial_state == "learned" else torch.zeros(n, P, dtype=x.dtype)
-        theta = torch.zeros(config.num_rope_pairs, dtype=x.dtype)
+        W_omega = W["angle"][i * m : (i + 1) * m] if config.rope_per_head else W["angle"]
+        theta = torch.zeros(m, dtype=x.dtype)
         previous = torch.zeros(n, P, dtype=x.dtype)
         outputs = []
         for x_t in x:
@@ -43,7 +46,7 @@ def equations(mixer, x):
             d = (-a * dt).exp()
             lam = torch.sigmoid(W["trap"][i] @ x_t)
             if config.use_rope:
-                speed = torch.tanh(W["angle"] @ x_t)
+                speed = torch.tanh(W_omega @ x_t)
                 if config.gate_form == "exact":
                     speed = speed.sign() * (speed.abs() - 0.1).clamp(min=0) / 0.9
                 theta = theta + dt * math.pi * speed

@@ -21,6 +21,7 @@ OPTIONS = {
     "paper": {},
     "rank0": {"reflection_rank": 0},
     "no_rope": {"use_rope": False},
+    "rope_per_head": {"rope_per_head": True},
     "contractive": {"reflection_form": "contractive"},
     "delta": {"injection": "delta", "reflection_form": "contractive"},
     "overwrite": {
@@ -28,6 +29,7 @@ OPTIONS = {
         "gate_form": "exact",
         "injection": "overwrite",
         "initial_state": "learned",
+        "rope_per_head": True,
     },
     "exact_gates": {"gate_form": "exact"},
     "learned_state": {"initial_state": "learned"},

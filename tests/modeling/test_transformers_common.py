@@ -22,6 +22,7 @@ OPTIONS = {
     "reflection_form": "contractive",
     "injection": "delta",
     "gate_form": "exact",
+    "rope_per_head": True,
     "initial_state": "learned",
     "output_norm": True,
 }

@@ -248,7 +248,7 @@ class LanesWorker {
         const V dt = x.gates[kDt], d = x.gates[kDecay];
         for (int64_t j = 0; j < m; ++j)
             for (int64_t l = 0; l < L; ++l)
-                theta(t + 1)[j * L + l] = theta(t)[j * L + l] + double(dt[l]) * double(x.omega[j]);
+                theta(t + 1)[j * L + l] = theta(t)[j * L + l] + double(dt[l]) * double(x.omega[j][l]);
         fill_angles(t + 1);
         turn_shared(x.C, bias_C, t + 1, C + t * n);
         V *kt = k + t * n, *Bt = B + t * n, *next_B = Bt + n, kB{}, CB{};
@@ -604,7 +604,7 @@ class LanesWorker {
             V owed;
             for (int64_t l = 0; l < L; ++l) owed[l] = T(to_theta[j][l]);
             to_dt += owed * rows[t + 1].omega[j];
-            give(to.omega_of(j), owed * dt);
+            give(to.omega[j], owed * dt);
         }
         give(to.gates[kToDt], to_dt);
         turn_back(grad_C + (t + 1) * n, t + 1, [&](int64_t i, V g) FORCE_INLINE {

@@ -226,6 +226,10 @@ class MixerWorker {
         }
     }
 
+    // The angular speeds of the head at work, and their gradients.
+    T* omega(int64_t t) const { return shared.omega[t] + head * columns.speeds_of_head; }
+    T* grad_omega(int64_t t) const { return shared.grad_omega[t] + head * columns.speeds_of_head; }
+
     // Angles between -pi and pi of the token before the segment and of its own; rows of cosines (c0, c0, c1, c1, ...)
     // and of sines (-s0, s0, -s1, s1, ...). The sum runs in double.
     void fill_angles(int64_t start, int64_t i) {
@@ -233,7 +237,7 @@ class MixerWorker {
         std::copy_n(a.kept_phase + kept_at(start, i) * m, m, theta.begin());
         for (int64_t t = 0; t < s.steps; ++t)
             for (int64_t j = 0; j < m; ++j)
-                theta[(t + 1) * m + j] = theta[t * m + j] + double(dt[t]) * double(shared.omega[t][j]);
+                theta[(t + 1) * m + j] = theta[t * m + j] + double(dt[t]) * double(omega(t)[j]);
         for (int64_t j = 0; j < (s.steps + 1) * m; ++j) angles[j] = T(wrapped_angle(theta[j]));
         for (int64_t j = 0; j < (s.steps + 1) * m; j += kLanes<T>)
             sine_cosine(vec(angles + j), vec(sines + j), vec(cosines + j));
@@ -368,8 +372,8 @@ class MixerWorker {
         }
         for (int64_t j = 0; j < m; ++j) {
             to_theta[j] += turns[2 * j + 1] - turns[2 * j];
-            grad_dt[t] += T(to_theta[j]) * shared.omega[t][j];
-            shared.grad_omega[t][j] += T(to_theta[j]) * dt[t];
+            grad_dt[t] += T(to_theta[j]) * omega(t)[j];
+            grad_omega(t)[j] += T(to_theta[j]) * dt[t];
         }
     }
 
@@ -429,7 +433,21 @@ class MixerWorker {
             if (a.k) grad_k_rows.give_token(t, heads, n, gradients.k, sources[t], first * n);
             gradients.shared.give(shared.grad_B[t], n, sources[t], 0);
             gradients.shared.give(shared.grad_C[t], n, sources[t], n);
-            gradients.shared.give(shared.grad_omega[t], m, sources[t], 2 * n);
+            if (columns.speeds_of_head)
+                give_speeds(t);
+            else
+                gradients.shared.give(shared.grad_omega[t], m, sources[t], 2 * n);
+        }
+    }
+
+    // Those of the heads of the unit: others have theirs in other units.
+    void give_speeds(int64_t t) {
+        const S* x = a.projected + sources[t] * a.width + columns.angle;
+        for (int64_t j = first * m; j < (first + heads) * m; j += kLanes<T>) {
+            const int64_t left = (first + heads) * m - j;
+            const V slope = gates.angular_speed(read_vector<T>(x + j, left)).slope;
+            const V grad = read_vector<T>(shared.grad_omega[t] + j, left);
+            gradients.projected.give_vector(slope * grad, left, sources[t], columns.angle + j);
         }
     }
 
@@ -453,7 +471,7 @@ class MixerWorker {
     int64_t tokens[kSegment], sources[kSegment];
 };
 
-// From the gradients of normalised B, C and omega, added over the parts that hold some, to those of the projections. A
+// From the gradients of what heads share, added over the parts that hold some, to those of the projections. A
 // call is for the tokens of a row, or for one letter.
 template <typename S, typename T>
 class SharedBackward {

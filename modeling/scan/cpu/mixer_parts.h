@@ -74,8 +74,12 @@ struct Columns {
           dt(C + a.state),
           A(dt + a.heads),
           trap(A + a.heads),
-          angle(trap + a.heads) {}
+          angle(trap + a.heads),
+          speeds_of_head(a.pairs && a.width - angle > a.pairs ? a.pairs : 0),
+          speeds(speeds_of_head ? a.heads * a.pairs : a.pairs) {}
     int64_t z = 0, u, B, C, dt, A, trap, angle;
+    int64_t speeds_of_head;  // how many angular speeds each head has of its own: all its pairs, or none
+    int64_t speeds;          // how many there are that turn pairs
 };
 
 // The functions behind the gates, and their slopes.
@@ -192,7 +196,8 @@ struct GradientRows {
     }
 };
 
-// Where the gradients of projections go; `shared` is for those of normalised B, C and omega, which heads share.
+// Where the gradients of projections go; `shared` is for those of what heads share: normalised B and C, and omega if no
+// head has its own.
 template <typename S, typename T>
 struct MixerGradients {
     GradientRows<S, T> projected, k, beta;
@@ -216,7 +221,7 @@ struct HeadSums {
 template <typename S, typename T>
 struct BackwardSums {
     explicit BackwardSums(const Mixer<S, T>& a)
-        : shared_size(2 * a.state + a.pairs),
+        : shared_size(2 * a.state + (Columns<S, T>(a).speeds_of_head ? 0 : a.pairs)),
           shared(one_unit_has_all(a) ? 0 : (a.letters ? groups(a) : 1) * units_in_row(a) * a.sources() * shared_size),
           heads(a.layout.rows * a.heads * HeadSums<T>(a.state, a.channels).size),
           norms((a.letters ? a.letters : a.layout.rows) * 2 * a.state) {
@@ -228,7 +233,7 @@ struct BackwardSums {
     }
 
     int64_t shared_size;
-    std::vector<T> shared;      // (parts, sources, shared_size), of normalised B, C and omega
+    std::vector<T> shared;      // (parts, sources, shared_size), of what heads share
     std::vector<double> heads;  // `HeadSums` of each row and head
     std::vector<double> norms;  // (rows or letters, 2 state), of the weights of the norms of B and C
     std::vector<T> projected, k, beta;  // of letters, for each group
@@ -245,15 +250,15 @@ struct BackwardSums {
     }
 };
 
-// What the heads of a unit share in one segment: normalised B and C before the bias, and omega. Row 0 of B is that of
-// the token before the segment.
+// What is read once for the heads of a unit in one segment: normalised B and C before the bias, and omega, of all heads
+// if each has its own. Row 0 of B is that of the token before the segment.
 template <typename S, typename T>
 class SharedSegment {
   public:
     SharedSegment(const Mixer<S, T>& mixer, Buffers<T>& memory)
         : B(memory, kSegment + 1, padded<T>(mixer.state)),
           C(memory, kSegment, padded<T>(mixer.state)),
-          omega(memory, kSegment + 1, padded<T>(mixer.pairs)),
+          omega(memory, kSegment + 1, padded<T>(Columns<S, T>(mixer).speeds)),
           grad_B(memory, kSegment, B.stride),
           grad_C(memory, kSegment, B.stride),
           grad_omega(memory, kSegment, omega.stride),
@@ -272,8 +277,8 @@ class SharedSegment {
             if (a.B_weight) normalise(from + columns.B, a.state, B_weight, a.epsilon, B[t + 1]);
             if (t < 0) continue;
             normalise(from + columns.C, a.state, C_weight, a.epsilon, C[t]);
-            load(from + columns.angle, a.pairs, omega[t]);
-            for (int64_t i = 0; i < a.pairs; i += kLanes<T>)
+            load(from + columns.angle, columns.speeds, omega[t]);
+            for (int64_t i = 0; i < columns.speeds; i += kLanes<T>)
                 vec(omega[t] + i) = gates.angular_speed(vec(omega[t] + i)).value;
         }
     }

@@ -21,8 +21,8 @@ enum TokenGate { kDt, kRate, kLambda, kBeta, kDecay, kWrite, kCarry, kReflection
 // Those that a sequence has gradients for; that of the decay is with respect to its logarithm.
 enum GradientGate { kToDt, kToLogDecay, kToWrite, kToCarry, kToReflection, kGradientGates };
 
-// The parts of a token, or their gradients, in a block of memory. Vectors are of heads; B, C and omega, which heads
-// share, are numbers in a token and vectors in its gradients. The gradient of z is that of z sigmoid(z) at first.
+// The parts of a token, or their gradients, in a block of memory. Vectors are of heads; B and C, which heads share, are
+// numbers in a token and vectors in its gradients. The gradient of z is that of z sigmoid(z) at first.
 template <typename T>
 struct TokenRow {
     using V = Vector<T>;
@@ -37,22 +37,21 @@ struct TokenRow {
         gates = reinterpret_cast<V*>(take((gradients ? int64_t(kGradientGates) : int64_t(kTokenGates)) * kLanes<T>));
         B = take(padded<T>(n) * shared);
         C = take(padded<T>(n) * shared);
-        omega = take(padded<T>(m) * shared);
+        omega = reinterpret_cast<V*>(take(m * kLanes<T>));
         end = at;
     }
     static int64_t size(int64_t n, int64_t p, int64_t m, bool gradients) {
         return TokenRow(nullptr, n, p, m, gradients).end - static_cast<T*>(nullptr);
     }
 
-    V *u = nullptr, *z = nullptr, *open = nullptr, *k = nullptr, *gates = nullptr;  // open: sigmoid of z
-    T *B = nullptr, *C = nullptr, *omega = nullptr, *end = nullptr;
+    V *u = nullptr, *z = nullptr, *open = nullptr, *k = nullptr, *gates = nullptr, *omega = nullptr;
+    T *B = nullptr, *C = nullptr, *end = nullptr;  // open: sigmoid of z
     V& B_of(int64_t i) const { return reinterpret_cast<V*>(B)[i]; }
     V& C_of(int64_t i) const { return reinterpret_cast<V*>(C)[i]; }
-    V& omega_of(int64_t j) const { return reinterpret_cast<V*>(omega)[j]; }
 };
 
-// From the gradients of normalised B, C and omega of a token or letter to those of its projections. Adds to the sums for
-// the weights of the norms, (2, state).
+// From the gradients of what heads share of a token or letter to those of its projections. Adds to the sums for the
+// weights of the norms, (2, state).
 template <typename S, typename T>
 class SharedMapsBack {
   public:
@@ -63,7 +62,7 @@ class SharedMapsBack {
         S* to = a.grad_projected + source * a.width;
         norm_back(x + columns.B, a.B_weight, grad, to + columns.B, norm_sums);
         norm_back(x + columns.C, a.C_weight, grad + a.state, to + columns.C, norm_sums + a.state);
-        angles_back(x + columns.angle, grad + 2 * a.state, to + columns.angle);
+        if (!columns.speeds_of_head) angles_back(x + columns.angle, grad + 2 * a.state, to + columns.angle);
     }
 
   private:
@@ -71,7 +70,8 @@ class SharedMapsBack {
         const int64_t angles = a.width - columns.angle;  // there even if none is turned by them
         for (int64_t j = 0; j < angles; j += kLanes<T>) {
             const Vector<T> slope = gates.angular_speed(read_vector<T>(x + j, angles - j)).slope;
-            write_vector<T>(slope * read_vector<T>(grad + j, a.pairs - j), to + j, angles - j);
+            const Vector<T> owed = j < a.pairs ? read_vector<T>(grad + j, a.pairs - j) : Vector<T>{};
+            write_vector<T>(slope * owed, to + j, angles - j);
         }
     }
 
@@ -116,6 +116,7 @@ class TokenMaps {
           B_weight(memory.take(padded<T>(n))),
           C_weight(memory.take(padded<T>(n))),
           shared_gradient(memory.take(padded<T>(2 * n + m))),
+          speeds(reinterpret_cast<V*>(memory.take(m * L))),
           shared_back(mixer) {
         if (a.B_weight) load(a.B_weight, a.state, B_weight);
         load(a.C_weight, a.state, C_weight);
@@ -131,8 +132,8 @@ class TokenMaps {
         if (a.k) fill_k(a.k + (source * a.heads + first) * n, to);
         if (a.B_weight) normalise(from + columns.B, n, B_weight, a.epsilon, to.B);
         normalise(from + columns.C, n, C_weight, a.epsilon, to.C);
-        for (int64_t j = 0; j < m; j += L)
-            vec(to.omega + j) = gates.angular_speed(read_vector<T>(from + columns.angle + j, m - j)).value;
+        read_speeds(from, first, to.omega);
+        for (int64_t j = 0; j < m; ++j) to.omega[j] = gates.angular_speed(to.omega[j]).value;
     }
 
     // Where the four pieces of a token lie that `fill` reads, and those that `backward` writes.
@@ -161,9 +162,9 @@ class TokenMaps {
         if (a.k) k_back(source, first, x, grad, to);
         const bool all_heads = one_unit_has_all(a);
         const auto shared = all_heads ? GradientRows<T, T>{shared_gradient, nullptr, 0} : to.shared;
-        add_lanes(grad.B, n, shared, source, 0);
-        add_lanes(grad.C, n, shared, source, n);
-        add_lanes(grad.omega, m, shared, source, 2 * n);
+        add_lanes(&grad.B_of(0), n, shared, source, 0);
+        add_lanes(&grad.C_of(0), n, shared, source, n);
+        columns.speeds_of_head ? speeds_back(source, first, grad, to) : add_lanes(grad.omega, m, shared, source, 2 * n);
         if (all_heads) shared_back(source, shared_gradient, norm_sums);
     }
 
@@ -179,6 +180,19 @@ class TokenMaps {
         write_lanes<T>(from, count, [&](V x, int64_t at, int64_t left) FORCE_INLINE {
             to.give_vector(x, left, row, column + at);
         });
+    }
+
+    // What angular speeds are functions of.
+    void read_speeds(const S* from, int64_t first, V* to) const {
+        if (columns.speeds_of_head) return read_lanes<T>(from + columns.angle + first * m, m, to);
+        for (int64_t j = 0; j < m; ++j) to[j] = all(T(value(from[columns.angle + j])));
+    }
+
+    // Where each head has its own.
+    void speeds_back(int64_t source, int64_t first, const TokenRow<T>& grad, const MixerGradients<S, T>& to) const {
+        read_speeds(a.projected + source * a.width, first, speeds);
+        for (int64_t j = 0; j < m; ++j) grad.omega[j] *= gates.angular_speed(speeds[j]).slope;
+        give_heads(grad.omega, m, to.projected, source, columns.angle + first * m);
     }
 
     static V heads_of(const T* parameter, int64_t first) { return parameter ? read_vector<T>(parameter + first) : V{}; }
@@ -255,8 +269,7 @@ class TokenMaps {
     }
 
     // Of `count` vectors the sums over heads.
-    void add_lanes(const T* from, int64_t count, const GradientRows<T, T>& to, int64_t row, int64_t column) const {
-        const V* x = reinterpret_cast<const V*>(from);
+    void add_lanes(const V* x, int64_t count, const GradientRows<T, T>& to, int64_t row, int64_t column) const {
         for (int64_t block = 0; block < count; block += L) {
             const V sums = sum_rows<T, 1, L>(block, [&](int64_t i) FORCE_INLINE {
                                return Sums<T, 1>{{i < count ? x[i] : V{}}};
@@ -272,6 +285,7 @@ class TokenMaps {
     const Size<P> p;
     const int64_t m;
     T *B_weight, *C_weight, *shared_gradient;
+    V* speeds;
     const SharedMapsBack<S, T> shared_back;
 };
 
