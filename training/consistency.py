@@ -7,15 +7,21 @@ for more than a state has to give. So what one token adds to the state may be wr
 at length 64 and which is all there is at 8,192. It shows in each head by itself long before it shows in the answer, for
 which the heads vote: there it is a part of the variance that label and token do not explain. At 0 a head reads nothing
 but the state that the label names, for words of any length.
+
+Some heads never come near it: what they read helps with short words and is noise in long ones. Before the term pulls,
+the parts of heads lie near 0 or near 1; those near 1 are dropped, that is, read no more.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
+from accelerate import DistributedType
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from ..modeling.losses import IGNORED
+from .usage import UsageError
 
 FIRST_WEIGHT = 1.0
 # Of the whole variance of a head: below this, what it reads beyond the token counts for little.
@@ -32,11 +38,13 @@ class Schedule:
     Args:
         weight: At the end.
         start, full: Parts of the run. At the first it begins with 1, and grows by factors up to the second.
+        limit: Heads of which more is unexplained when it begins are dropped, unless there would be none left.
     """
 
     weight: float
     start: float
     full: float
+    limit: float = math.inf
 
     def __post_init__(self):
         if not self.start < self.full:
@@ -50,6 +58,10 @@ class Schedule:
         grown = min(1.0, (part - self.start) / (self.full - self.start))
         return FIRST_WEIGHT * (self.weight / FIRST_WEIGHT) ** grown
 
+    def begins_with(self, step: int, steps: int) -> bool:
+        """Whether update `step` of a run, from 0, is the first with the term."""
+        return self.weight_at(step / steps) > 0 and (step == 0 or self.weight_at((step - 1) / steps) == 0)
+
 
 class Consistency:
     """
@@ -62,12 +74,23 @@ class Consistency:
         self.schedule = schedule
         self.heads = model.config.num_heads
         self.read = None
-        projection = getattr(model.base_model.layers[-1].mixer, model.readout_projection)
-        projection.register_forward_pre_hook(self.note)
+        self.parts = []  # of each head, of the batches since the last update
+        self.projection = getattr(model.base_model.layers[-1].mixer, model.readout_projection)
+        self.projection.register_forward_pre_hook(self.note)
 
-    def note(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if module.training:
-            self.read = inputs[0]
+    def note(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        if not module.training:
+            return None
+        self.read = inputs[0]
+        kept = self.kept_heads()
+        # Without this the weights of dropped heads would get gradients.
+        return None if kept.all() else (by_head(self.read, self.heads).mul(kept[:, None]).flatten(-2),)
+
+    def kept_heads(self) -> torch.Tensor:
+        """Which heads are read, (heads): the weights of the others are 0, in a run that was resumed as well."""
+        if self.schedule.limit == math.inf:
+            return torch.ones(self.heads, dtype=torch.bool, device=self.projection.weight.device)
+        return by_head(self.projection.weight, self.heads).ne(0).any(-1).any(0)
 
     def add_to(self, loss: torch.Tensor, batch: dict[str, torch.Tensor], part: float, share: float) -> torch.Tensor:
         """
@@ -82,15 +105,55 @@ class Consistency:
         weight = self.schedule.weight_at(part)
         if not weight:
             return loss
-        term = unexplained_part(read, batch["input_ids"], batch["labels"], self.heads)
+        parts = unexplained_parts(read, batch["input_ids"], batch["labels"], self.heads)
+        self.parts.append(parts.detach())
+        kept = self.kept_heads()
+        term = (parts * kept).sum() / kept.sum()
         both = (loss + weight * share * term) / (1 + weight)
         return loss.detach() + (both - both.detach())
 
+    @torch.no_grad()
+    def drop_heads(self, parts: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """
+        Drops heads of which more is unexplained than the limit: their weights are set to 0, and what the optimizer
+        remembers of these, so that they stay there.
 
-def unexplained_part(read: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, heads: int) -> torch.Tensor:
+        Args:
+            parts (heads): How much is unexplained.
+        """
+        dropped = parts > self.schedule.limit
+        if dropped.all():
+            return
+        weight = self.projection.weight
+        remembered = [x for x in optimizer.state[weight].values() if getattr(x, "shape", None) == weight.shape]
+        for x in (weight, *remembered):
+            by_head(x, self.heads)[:, dropped] = 0.0
+
+
+class DropHeads(TrainerCallback):
+    """Drops heads after the first update with the term, by what all processes have seen of them."""
+
+    def __init__(self, consistency: Consistency, accelerator):
+        if accelerator.distributed_type == DistributedType.FSDP and consistency.schedule.limit < math.inf:
+            raise UsageError("consistency_limit is not allowed with FSDP, where no process has all weights of a head.")
+        self.consistency = consistency
+        self.accelerator = accelerator
+
+    def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
+        parts, self.consistency.parts = self.consistency.parts, []
+        if self.consistency.schedule.begins_with(state.global_step, args.max_steps):
+            self.consistency.drop_heads(self.accelerator.reduce(torch.stack(parts).mean(0), "mean"), optimizer)
+
+
+def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(..., heads * channels) as (..., heads, channels)."""
+    return x.unflatten(-1, (heads, -1))
+
+
+def unexplained_parts(read: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, heads: int) -> torch.Tensor:
     """
-    How much of what a head reads, beyond the token, is not said by the label: the variance that is left where label and
-    token are the same, over that where the token is the same. The mean over heads.
+    How much of what each head reads, beyond the token, is not said by the label, (heads): the variance that is left
+    where label and token are the same, over that where the token is the same.
 
     Args:
         read (rows, length, heads * channels): What each head reads.
@@ -98,13 +161,13 @@ def unexplained_part(read: torch.Tensor, tokens: torch.Tensor, labels: torch.Ten
     """
     counted = (labels != IGNORED).flatten()
     labels, tokens = labels.flatten()[counted], tokens.flatten()[counted]
-    read = read.flatten(0, 1)[counted].unflatten(-1, (heads, -1))  # (tokens, heads, channels)
+    read = by_head(read.flatten(0, 1)[counted], heads)  # (tokens, heads, channels)
     read = read.to(torch.promote_types(read.dtype, torch.float32))
     by_both = squares_around_means(read, labels * (tokens.max() + 1) + tokens)
     by_token = squares_around_means(read, tokens)
     overall = squares_around_means(read, torch.zeros_like(tokens))
     # A head may also read the token alone: then it needs no label, and the first two are nothing beside the third.
-    return (by_both / (by_token + TOKEN_ALONE * overall + SMALLEST)).mean()
+    return by_both / (by_token + TOKEN_ALONE * overall + SMALLEST)
 
 
 def squares_around_means(read: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..modeling.hub.atomic_files import publish_folder, write_atomically
 from ..modeling.hub.contents import write_contents
 from .checkpoints import UNFINISHED, CheckpointError, files_in, last_whole_checkpoint, whole_checkpoints
-from .consistency import Consistency
+from .consistency import Consistency, DropHeads
 from .finite import NotFiniteError, all_finite, first_not_finite
 
 
@@ -54,6 +54,8 @@ class ResumableTrainer(Trainer):
         self.step_loss = None
         self.saving = False
         self.started, self.seconds_before = time.monotonic(), 0.0
+        if consistency is not None:
+            self.add_callback(DropHeads(consistency, self.accelerator))
         if self.pop_callback(ProgressCallback):
             self.add_callback(ProgressBar())
 

@@ -1,13 +1,17 @@
 """The term of the loss by which a state lasts: what it is 0 for, what it weighs, and that a state does last with it."""
 
+import os
+import signal
+
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from helpers.training_program import load_program
+from helpers.training_program import WORDS, call_at_step, load_program
 from mamba3_nplr.training.arguments import parse_run
-from mamba3_nplr.training.consistency import Consistency, Schedule, unexplained_part
+from mamba3_nplr.training.consistency import Consistency, Schedule, unexplained_parts
 from mamba3_nplr.training.models import new_model
+from mamba3_nplr.training.trainer import ResumableTrainer
 
 HEADS, CHANNELS, TOKENS, LABELS = 3, 5, 4, 6
 
@@ -23,35 +27,35 @@ def words():
 
 def test_heads_that_read_label_and_token_are_explained(words):
     tokens, labels, read, noise = words
-    assert unexplained_part(read, tokens, labels, HEADS) < 1e-12
-    assert unexplained_part(read[:, :, :1] * 0 + tokens[..., None], tokens, labels, 1) < 1e-12
-    assert unexplained_part(torch.ones_like(read), tokens, labels, HEADS) == 0
-    assert unexplained_part(noise, tokens, labels, HEADS) == pytest.approx(1, abs=0.05)
+    assert unexplained_parts(read, tokens, labels, HEADS).mean() < 1e-12
+    assert unexplained_parts(read[:, :, :1] * 0 + tokens[..., None], tokens, labels, 1).mean() < 1e-12
+    assert unexplained_parts(torch.ones_like(read), tokens, labels, HEADS).mean() == 0
+    assert unexplained_parts(noise, tokens, labels, HEADS).mean() == pytest.approx(1, abs=0.05)
 
 
 def test_it_is_a_part_of_the_variance_beyond_the_token(words):
     """However large the readout is, or what it says of the token alone, as long as that is not nearly all."""
     tokens, labels, read, noise = words
     read = read - torch.stack([read[tokens == token].mean(0) for token in range(TOKENS)])[tokens]
-    part = unexplained_part(read + noise, tokens, labels, HEADS)
+    part = unexplained_parts(read + noise, tokens, labels, HEADS).mean()
     assert part == pytest.approx(0.5, abs=0.1)
     of_token = torch.linspace(-1, 1, TOKENS)[tokens][..., None]
-    assert unexplained_part(100 * (read + noise), tokens, labels, HEADS) == pytest.approx(part.item(), rel=1e-5)
-    assert unexplained_part(read + noise + of_token, tokens, labels, HEADS) == pytest.approx(part.item(), rel=0.02)
-    assert unexplained_part(read + noise + 1000 * of_token, tokens, labels, HEADS) < 1e-3
+    assert unexplained_parts(100 * (read + noise), tokens, labels, HEADS).mean() == pytest.approx(part.item(), rel=1e-5)
+    assert unexplained_parts(read + noise + of_token, tokens, labels, HEADS).mean() == pytest.approx(part.item(), rel=0.02)
+    assert unexplained_parts(read + noise + 1000 * of_token, tokens, labels, HEADS).mean() < 1e-3
 
 
 def test_few_words_do_not_make_it_small(words):
     """Where there are not many more words than kinds of them, their means follow the noise."""
     tokens, labels, _, noise = words
-    parts = [unexplained_part(noise[i : i + 1], tokens[i : i + 1], labels[i : i + 1], HEADS) for i in range(16)]
+    parts = [unexplained_parts(noise[i : i + 1], tokens[i : i + 1], labels[i : i + 1], HEADS).mean() for i in range(16)]
     assert torch.stack(parts).mean() == pytest.approx(1, abs=0.1)
 
 
 def test_each_head_counts_by_itself(words):
     tokens, labels, read, noise = words
     mixed = torch.cat([read[..., :CHANNELS], 1000 * noise[..., CHANNELS:]], dim=-1)
-    assert unexplained_part(mixed, tokens, labels, HEADS) == pytest.approx(2 / 3, abs=0.05)
+    assert unexplained_parts(mixed, tokens, labels, HEADS) == pytest.approx([0, 1, 1], abs=0.05)
 
 
 def test_positions_without_a_label_do_not_count(words):
@@ -59,8 +63,8 @@ def test_positions_without_a_label_do_not_count(words):
     unknown = torch.arange(40) % 3 == 0
     left_out = labels.masked_fill(unknown, -100)
     disturbed = torch.where(unknown[:, None], 1e6 * noise, read + noise)
-    wanted = unexplained_part((read + noise)[:, ~unknown], tokens[:, ~unknown], labels[:, ~unknown], HEADS)
-    assert unexplained_part(disturbed, tokens, left_out, HEADS) == pytest.approx(wanted.item(), rel=1e-5)
+    wanted = unexplained_parts((read + noise)[:, ~unknown], tokens[:, ~unknown], labels[:, ~unknown], HEADS).mean()
+    assert unexplained_parts(disturbed, tokens, left_out, HEADS).mean() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_it_begins_and_grows_by_factors():
@@ -78,7 +82,7 @@ def test_the_gradient_is_that_of_both_and_the_value_that_of_the_answers(name):
     batch, weights = run.task.batch(0, 0), list(model.parameters())
     term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5))
     answers = model(**batch).loss
-    part = unexplained_part(term.read, batch["input_ids"], batch["labels"], run.config.num_heads)
+    part = unexplained_parts(term.read, batch["input_ids"], batch["labels"], run.config.num_heads).mean()
     assert 0.1 < part < 2
     gradients = [torch.autograd.grad(x, weights, retain_graph=True, allow_unused=True) for x in (answers, part)]
     last = {id(x) for x in model.base_model.layers[-1].mixer.parameters()}
@@ -96,6 +100,83 @@ def test_before_it_begins_there_is_only_the_loss():
     term = Consistency(model, Schedule(weight=10.0, start=0.2, full=0.5))
     loss = model(**run.task.batch(0, 0)).loss
     assert term.add_to(loss, run.task.batch(0, 0), part=0.1, share=1.0) is loss
+
+
+@pytest.mark.parametrize(("start", "steps"), [(0.0, 7), (0.12, 8), (0.5, 2000), (0.5, 3), (1 / 3, 3), (0.99, 4)])
+def test_it_begins_once(start, steps):
+    schedule = Schedule(weight=1e4, start=start, full=1.0)
+    first = [step for step in range(steps) if schedule.begins_with(step, steps)]
+    assert first == [step for step in range(steps) if step / steps >= start][:1]
+
+
+@pytest.fixture
+def trained():
+    """A small model after an update that every head had a part in, its optimizer, a batch and the term."""
+    run = parse_run(["--task=s3", "--model=nplr_exact", "--task.length=12", "--task.batch_size=8"])
+    torch.manual_seed(0)
+    model, batch = new_model(run.task, run.config).train(), run.task.batch(0, 0)
+    term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5, limit=0.3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    update(model, optimizer, term, batch)
+    return model, optimizer, term, batch
+
+
+def update(model, optimizer, term, batch):
+    optimizer.zero_grad()
+    term.add_to(model(**batch).loss, batch, part=0.5, share=1.0).backward()
+    optimizer.step()
+
+
+def test_dropped_heads_are_read_no_more_and_stay_dropped(trained):
+    model, optimizer, term, batch = trained
+    parts = torch.linspace(0, 1, 16)
+    term.drop_heads(parts, optimizer)
+    assert term.kept_heads().tolist() == [part <= 0.3 for part in parts]
+    before = model(**batch).loss
+    with torch.no_grad():
+        term.projection.weight.unflatten(-1, (16, -1))[:, 5:] = 7.0 * (torch.randn(11, 1) > 0)
+        term.drop_heads(parts, optimizer)
+    assert torch.equal(model(**batch).loss, before)
+    for _ in range(3):
+        update(model, optimizer, term, batch)
+    weight = term.projection.weight.unflatten(-1, (16, -1))
+    assert (weight[:, 5:] == 0).all() and (weight[:, :5] != 0).all()
+    assert (model(**batch).loss - before).abs() > 1e-3
+
+
+def test_the_term_is_that_of_the_heads_that_are_left(trained):
+    model, optimizer, term, batch = trained
+    term.drop_heads(torch.linspace(0, 1, 16), optimizer)
+    loss = model(**batch).loss
+    parts = unexplained_parts(term.read, batch["input_ids"], batch["labels"], 16)
+    weights = list(model.parameters())
+    wanted = torch.autograd.grad((loss + 10 * parts[:5].mean()) / 11, weights, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(term.add_to(loss, batch, part=0.5, share=1.0), weights, allow_unused=True)
+    for x, y in zip(found, wanted, strict=True):
+        assert (x is None) == (y is None) and (x is None or (x - y).abs().max() <= 1e-5 * y.abs().max())
+
+
+def test_the_last_heads_are_not_dropped(trained):
+    _, optimizer, term, _ = trained
+    term.drop_heads(torch.full((16,), 0.4), optimizer)
+    assert term.kept_heads().all()
+
+
+def test_a_run_that_is_resumed_after_heads_were_dropped_ends_with_the_same_bits(tmp_path, monkeypatch):
+    arguments = [*WORDS, "--task=z5", "--task.batch_size=64", "--consistency=10", "--consistency_start=0.3"]
+    arguments += ["--consistency_limit=0.5"]
+    load_program().main([*arguments, f"--output_dir={tmp_path / 'whole'}"])
+    weights = (tmp_path / "whole" / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        stop = call_at_step(5, lambda trainer: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(ResumableTrainer, "training_step", stop)
+        with pytest.raises(SystemExit):
+            load_program().main([*arguments, f"--output_dir={tmp_path / 'run'}"])
+    load_program().main([*arguments, f"--output_dir={tmp_path / 'run'}", "--resume_from_checkpoint"])
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    zeros = (model.model.layers[0].mixer.out_proj.weight == 0).unflatten(-1, (model.config.num_heads, -1))
+    assert torch.equal(zeros.all(0).all(-1), zeros.any(0).any(-1)) and zeros.any() and not zeros.all()
 
 
 def test_nothing_is_kept_of_an_evaluation():
