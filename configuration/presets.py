@@ -122,6 +122,9 @@ PRESETS: dict[str, TrainingPreset] = {
             "lr_scheduler_kwargs": {"power": 3.0},
             "adam_beta2": 0.95,
             "consistency": 1e5,
+            "consistency_start": 0.5,
+            "consistency_full": 0.8,
+            "consistency_limit": 0.1,
         },
         {
             "total_steps": 3_000,

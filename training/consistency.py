@@ -9,7 +9,8 @@ which the heads vote: there it is a part of the variance that label and token do
 but the state that the label names, for words of any length.
 
 Some heads never come near it: what they read helps with short words and is noise in long ones. Before the term pulls,
-the parts of heads lie near 0 or near 1; those near 1 are dropped, that is, read no more.
+the parts of most heads lie near 0 or near 1; those near 1 are dropped, that is, read no more, and later those that have
+not come down with the others.
 """
 
 import math
@@ -26,6 +27,7 @@ from .usage import UsageError
 FIRST_WEIGHT = 1.0
 # Of the whole variance of a head: below this, what it reads beyond the token counts for little.
 TOKEN_ALONE = 0.01
+LATER = 0.01  # of the limit by which heads are dropped at first
 SMALLEST = 1e-30
 
 
@@ -38,7 +40,8 @@ class Schedule:
     Args:
         weight: At the end.
         start, full: Parts of the run. At the first it begins with 1, and grows by factors up to the second.
-        limit: Heads of which more is unexplained when it begins are dropped, unless there would be none left.
+        limit: Heads of which more is unexplained when it begins are dropped, and those of which more than a hundredth
+            of that is when it has grown, unless there would be none left.
     """
 
     weight: float
@@ -58,9 +61,12 @@ class Schedule:
         grown = min(1.0, (part - self.start) / (self.full - self.start))
         return FIRST_WEIGHT * (self.weight / FIRST_WEIGHT) ** grown
 
-    def begins_with(self, step: int, steps: int) -> bool:
-        """Whether update `step` of a run, from 0, is the first with the term."""
-        return self.weight_at(step / steps) > 0 and (step == 0 or self.weight_at((step - 1) / steps) == 0)
+    def limit_after(self, step: int, steps: int) -> float:
+        """By which heads are dropped after update `step` of a run, from 0; infinite after most of them."""
+        before, now = (step - 1) / steps, step / steps
+        if before < self.start <= now:
+            return self.limit
+        return LATER * self.limit if before < self.full <= now else math.inf
 
 
 class Consistency:
@@ -113,7 +119,7 @@ class Consistency:
         return loss.detach() + (both - both.detach())
 
     @torch.no_grad()
-    def drop_heads(self, parts: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def drop_heads(self, parts: torch.Tensor, limit: float, optimizer: torch.optim.Optimizer) -> None:
         """
         Drops heads of which more is unexplained than the limit: their weights are set to 0, and what the optimizer
         remembers of these, so that they stay there.
@@ -121,8 +127,8 @@ class Consistency:
         Args:
             parts (heads): How much is unexplained.
         """
-        dropped = parts > self.schedule.limit
-        if dropped.all():
+        dropped = parts > limit
+        if not (self.kept_heads() & ~dropped).any():
             return
         weight = self.projection.weight
         remembered = [x for x in optimizer.state[weight].values() if getattr(x, "shape", None) == weight.shape]
@@ -131,7 +137,7 @@ class Consistency:
 
 
 class DropHeads(TrainerCallback):
-    """Drops heads after the first update with the term, by what all processes have seen of them."""
+    """Drops heads after the first update with the term and the first with all of it, by what all processes have seen."""
 
     def __init__(self, consistency: Consistency, accelerator):
         if accelerator.distributed_type == DistributedType.FSDP and consistency.schedule.limit < math.inf:
@@ -141,8 +147,10 @@ class DropHeads(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, optimizer, **kwargs):
         parts, self.consistency.parts = self.consistency.parts, []
-        if self.consistency.schedule.begins_with(state.global_step, args.max_steps):
-            self.consistency.drop_heads(self.accelerator.reduce(torch.stack(parts).mean(0), "mean"), optimizer)
+        limit = self.consistency.schedule.limit_after(state.global_step, args.max_steps)
+        if limit < math.inf:
+            parts = self.accelerator.reduce(torch.stack(parts).mean(0), "mean")
+            self.consistency.drop_heads(parts, limit, optimizer)
 
 
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The term of the loss by which a state lasts: what it is 0 for, what it weighs, and that a state does last with it."""
 
+import math
 import os
 import signal
 
@@ -103,10 +104,15 @@ def test_before_it_begins_there_is_only_the_loss():
 
 
 @pytest.mark.parametrize(("start", "steps"), [(0.0, 7), (0.12, 8), (0.5, 2000), (0.5, 3), (1 / 3, 3), (0.99, 4)])
-def test_it_begins_once(start, steps):
-    schedule = Schedule(weight=1e4, start=start, full=1.0)
-    first = [step for step in range(steps) if schedule.begins_with(step, steps)]
-    assert first == [step for step in range(steps) if step / steps >= start][:1]
+def test_heads_are_dropped_when_it_begins_and_when_it_has_grown(start, steps):
+    schedule = Schedule(weight=1e4, start=start, full=0.995, limit=0.3)
+    first = [step for step in range(steps) if step / steps >= start][:1]
+    last = [step for step in range(steps) if step / steps >= 0.995][:1]
+    wanted = [math.inf] * steps
+    for step, limit in zip(first + last, (0.3, 0.003), strict=False):
+        wanted[step] = limit
+    assert [schedule.limit_after(step, steps) for step in range(steps)] == wanted
+    assert min(Schedule(1e4, start, 0.995).limit_after(step, steps) for step in range(steps)) == math.inf
 
 
 @pytest.fixture
@@ -115,7 +121,7 @@ def trained():
     run = parse_run(["--task=s3", "--model=nplr_exact", "--task.length=12", "--task.batch_size=8"])
     torch.manual_seed(0)
     model, batch = new_model(run.task, run.config).train(), run.task.batch(0, 0)
-    term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5, limit=0.3))
+    term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5, limit=0.1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     update(model, optimizer, term, batch)
     return model, optimizer, term, batch
@@ -130,12 +136,12 @@ def update(model, optimizer, term, batch):
 def test_dropped_heads_are_read_no_more_and_stay_dropped(trained):
     model, optimizer, term, batch = trained
     parts = torch.linspace(0, 1, 16)
-    term.drop_heads(parts, optimizer)
+    term.drop_heads(parts, 0.3, optimizer)
     assert term.kept_heads().tolist() == [part <= 0.3 for part in parts]
     before = model(**batch).loss
     with torch.no_grad():
         term.projection.weight.unflatten(-1, (16, -1))[:, 5:] = 7.0 * (torch.randn(11, 1) > 0)
-        term.drop_heads(parts, optimizer)
+        term.drop_heads(parts, 0.3, optimizer)
     assert torch.equal(model(**batch).loss, before)
     for _ in range(3):
         update(model, optimizer, term, batch)
@@ -146,7 +152,7 @@ def test_dropped_heads_are_read_no_more_and_stay_dropped(trained):
 
 def test_the_term_is_that_of_the_heads_that_are_left(trained):
     model, optimizer, term, batch = trained
-    term.drop_heads(torch.linspace(0, 1, 16), optimizer)
+    term.drop_heads(torch.linspace(0, 1, 16), 0.3, optimizer)
     loss = model(**batch).loss
     parts = unexplained_parts(term.read, batch["input_ids"], batch["labels"], 16)
     weights = list(model.parameters())
@@ -158,8 +164,11 @@ def test_the_term_is_that_of_the_heads_that_are_left(trained):
 
 def test_the_last_heads_are_not_dropped(trained):
     _, optimizer, term, _ = trained
-    term.drop_heads(torch.full((16,), 0.4), optimizer)
+    term.drop_heads(torch.full((16,), 0.4), 0.3, optimizer)
     assert term.kept_heads().all()
+    term.drop_heads(torch.linspace(0, 1, 16), 0.3, optimizer)
+    term.drop_heads(torch.linspace(1, 0, 16), 0.3, optimizer)
+    assert term.kept_heads().sum() == 5
 
 
 def test_a_run_that_is_resumed_after_heads_were_dropped_ends_with_the_same_bits(tmp_path, monkeypatch):
@@ -191,7 +200,7 @@ def test_s3_is_followed_far_beyond_the_lengths_of_training(tmp_path):
     """All six elements as letters, in words of up to 64; then in 128 words of 4,096."""
     settings = ["--task=s3", "--model=nplr_exact", "--preset=exact", f"--output_dir={tmp_path}", "--max_steps=2000"]
     settings += ["--task.test_lengths=[4096]", "--task.test_size=128", "--save_steps=2000", "--eval_strategy=no"]
-    settings += ["--task.batch_size=16", "--report_to=none", "--disable_tqdm=true"]
+    settings += ["--model.rope_per_head=true", "--task.batch_size=16", "--report_to=none", "--disable_tqdm=true"]
     load_program().main(settings)
     run = parse_run(settings)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
