@@ -137,7 +137,7 @@ class Consistency:
 
 
 class DropHeads(TrainerCallback):
-    """Drops heads after the first update with the term and the first with all of it, by what all processes have seen."""
+    """Drops heads after the first update with the term and the first with all of it, by what all processes saw."""
 
     def __init__(self, consistency: Consistency, accelerator):
         if accelerator.distributed_type == DistributedType.FSDP and consistency.schedule.limit < math.inf:
