@@ -93,9 +93,12 @@ def mean_figure(summary: dict) -> float:
     return statistics.mean(figures[summary["metric"]] for figures in summary["results"].values())
 
 
-def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int, float], seconds: float | None) -> dict:
+def summary(
+    run: TrainingRun, settings: dict, model: nn.Module, results: dict, losses: dict[int, float], seconds: float | None
+) -> dict:
     """
     Args:
+        settings: Those of the run when it began: the revision may be another one by now.
         losses: The mean loss since the entry before, by the number of updates.
         seconds: Of the training, without the tests.
     """
@@ -113,7 +116,5 @@ def summary(run: TrainingRun, model: nn.Module, results: dict, losses: dict[int,
         "metric": run.task.main_metric,
         "results": results,
         "seconds": None if seconds is None else round(seconds, 1),
-        "command": command(run),
-        "mathematics": MATHEMATICS,
-        "environment": environment(),
+        **{name: settings[name] for name in ("command", "mathematics", "environment")},
     }

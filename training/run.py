@@ -98,17 +98,17 @@ def train_alone(run: TrainingRun, checkpoint: str | None, cores: int | None) -> 
             f"Stopped at step {trainer.state.global_step}, after a checkpoint. To resume, give the same command with "
             "--resume_from_checkpoint",
         )
-    return finish(run, trainer, repository)
+    return finish(run, settings, trainer, repository)
 
 
-def finish(run: TrainingRun, trainer: ResumableTrainer, repository: str | None) -> dict:
+def finish(run: TrainingRun, settings: dict, trainer: ResumableTrainer, repository: str | None) -> dict:
     args, model, seconds = run.args, trainer.model, trainer.seconds()
     tell(stage="testing")
     results = evaluate_run(trainer.model_wrapped, run, progress=args.process_index == 0 and not args.disable_tqdm)
     trainer.log({f"{split}_{name}": x for split, found in results.items() for name, x in scalars(found).items()})
     saved = trainer.save_finished()
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-    summary = record.summary(run, model, results, losses, seconds)
+    summary = record.summary(run, settings, model, results, losses, seconds)
     if args.process_index == 0:
         write_results(run, trainer, summary, repository, saved)
         if repository:

@@ -29,6 +29,7 @@ from mamba3_nplr.configuration.citations import CITATIONS
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.modeling.hub.folder_lock import FolderInUseError, folder_lock
+from mamba3_nplr.training import record
 from mamba3_nplr.training import run as running
 from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.batches import FreshBatches
@@ -118,6 +119,13 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_parts(tmp_path, monke
     before = json.loads((tmp_path / "run" / "checkpoint-5" / "loss_0.json").read_text())["seconds"]
     program.main([*arguments, "--resume_from_checkpoint"])
     assert json.loads((tmp_path / "run" / "results.json").read_text())["seconds"] > before > 1
+
+
+def test_a_record_names_the_revision_that_the_run_began_with(tmp_path, monkeypatch):
+    revisions = iter(["first"])
+    monkeypatch.setattr(record, "git_revision", lambda: next(revisions, "later"))
+    program.main([*WORDS, f"--output_dir={tmp_path}"])
+    assert json.loads((tmp_path / "results.json").read_text())["environment"]["git"] == "first"
 
 
 def test_a_full_disk_leaves_the_last_whole_checkpoint(whole, tmp_path, monkeypatch, capsys):
