@@ -34,7 +34,8 @@ def test_numbers_are_those_of_the_equations(model):
     assert np.allclose(inside.decay, (-rate * dt).exp()[0].detach(), atol=1e-5)
     if model.config.use_rope:
         speed = F.softshrink(angle.tanh(), 0.1) / 0.9 if exact else angle.tanh()
-        theta = (dt[..., None] * (torch.pi * speed)[..., None, :]).cumsum(1)[0].detach().numpy()
+        speed = speed.unflatten(-1, (-1, model.config.num_rope_pairs))
+        theta = (dt[..., None] * torch.pi * speed).cumsum(1)[0].detach().numpy()
         assert np.allclose(np.exp(1j * inside.phase), np.exp(1j * theta), atol=1e-4)
     else:
         assert inside.phase.shape[-1] == 0
