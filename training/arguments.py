@@ -214,8 +214,8 @@ def make_schedule(own: dict, task: Task) -> Schedule | None:
         raise UsageError(f"consistency={own['consistency']} is not allowed: {own['task']} has no labels of prefixes.")
     if MODELS[own["model"]].model_type == "input_dependent_s4":
         raise UsageError(f"consistency={own['consistency']} is not allowed: {own['model']} has no heads.")
-    fields = ("consistency", "consistency_start", "consistency_full", "consistency_limit")
-    return checked(Schedule, *(own[name] for name in fields))
+    limit = own["consistency_limit"] or math.inf
+    return checked(Schedule, own["consistency"], own["consistency_start"], own["consistency_full"], limit)
 
 
 def check_best_metric(args: TrainingArguments, task: Task) -> None:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import difflib
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +42,8 @@ class RunArguments:
     consistency_start: float = field(default=0.12, metadata={"help": "part of the run after which it begins, with 1"})
     consistency_full: float = field(default=0.6, metadata={"help": "part of the run after which it has grown"})
     consistency_limit: float = field(
-        default=math.inf,
-        metadata={"help": "heads of which a larger part than this is unexplained when it begins are read no more"},
+        default=0.0,
+        metadata={"help": "heads of which a larger part than this is unexplained are read no more; 0: all are read"},
     )
     num_processes: int | None = field(
         default=None, metadata={"help": "how many processes must have been started; fewer or more are an error"}
