@@ -25,9 +25,11 @@ from ..modeling.losses import IGNORED
 from .usage import UsageError
 
 FIRST_WEIGHT = 1.0
-# Of the whole variance of a head: below this, what it reads beyond the token counts for little.
-TOKEN_ALONE = 0.01
+# Of the whole variance of a head: what it reads beyond the token is rounding below this. With a hundredth, heads could
+# evade the term by reading little but the token.
+TOKEN_ALONE = 1e-6
 LATER = 0.01  # of the limit by which heads are dropped at first
+LEAST = 4  # of so many heads one stays at least
 SMALLEST = 1e-30
 
 
@@ -41,7 +43,7 @@ class Schedule:
         weight: At the end.
         start, full: Parts of the run. At the first it begins with 1, and grows by factors up to the second.
         limit: Heads of which more is unexplained when it begins are dropped, and those of which more than a hundredth
-            of that is when it has grown, unless there would be none left.
+            of that is when it has grown; a quarter of them stays each time.
     """
 
     weight: float
@@ -121,15 +123,14 @@ class Consistency:
     @torch.no_grad()
     def drop_heads(self, parts: torch.Tensor, limit: float, optimizer: torch.optim.Optimizer) -> None:
         """
-        Drops heads of which more is unexplained than the limit: their weights are set to 0, and what the optimizer
-        remembers of these, so that they stay there.
+        Drops heads of which more is unexplained than the limit, but for the best quarter: their weights are set to 0,
+        and what the optimizer remembers of these, so that they stay there.
 
         Args:
             parts (heads): How much is unexplained.
         """
-        dropped = parts > limit
-        if not (self.kept_heads() & ~dropped).any():
-            return
+        best = parts[self.kept_heads()].sort().values
+        dropped = parts > best[(len(best) - 1) // LEAST].clamp(min=limit)
         weight = self.projection.weight
         remembered = [x for x in optimizer.state[weight].values() if getattr(x, "shape", None) == weight.shape]
         for x in (weight, *remembered):
@@ -174,7 +175,7 @@ def unexplained_parts(read: torch.Tensor, tokens: torch.Tensor, labels: torch.Te
     by_both = squares_around_means(read, labels * (tokens.max() + 1) + tokens)
     by_token = squares_around_means(read, tokens)
     overall = squares_around_means(read, torch.zeros_like(tokens))
-    # A head may also read the token alone: then it needs no label, and the first two are nothing beside the third.
+    # Of a head that reads the token alone the first two are rounding.
     return by_both / (by_token + TOKEN_ALONE * overall + SMALLEST)
 
 
