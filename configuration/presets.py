@@ -112,8 +112,8 @@ PRESETS: dict[str, TrainingPreset] = {
     "paper": TrainingPreset(
         "the paper's number of updates (20,000 or 60,000), learning rate 1e-3", COMMON | {"learning_rate": 1e-3}
     ),
-    # Short words first, and many: in them a model finds the group, which takes long if all of sixty elements are letters.
-    # What is left of a rate that falls as far as this brings mirrors and turns to where they belong, to the last digits.
+    # Short words first, and many: in them a model finds the group, which takes long where there are sixty letters. What
+    # is left of a rate that falls as far as this brings mirrors and turns to where they belong, to the last digits.
     "exact": TrainingPreset(
         "words: 4,000 updates from learning rate 1e-2, with a term by which a state lasts",
         COMMON
