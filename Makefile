@@ -127,12 +127,16 @@ results/runs/%.json: | setup
 results/rollouts/%.json: | setup
 	$(RUN) train_hf.py evaluate checkpoints/$* --rollouts 1024 --out $@
 
+# How a model of make exact drifts, such as results/drift/s4-nplr_exact-seed11.json
+results/drift/%.json: setup
+	$(RUN) results/drift.py runs/exact/$* --out $@
+
 # What each of them would take on one core of this machine, from measured updates.
 results/costs.json: setup
 	$(RUN) results/reproduce.py --dry_run --out $@
 
 # The pages and pictures of what is there, without training or measuring anything.
-FIGURES := words swaps jitter z5
+FIGURES := words swaps jitter z5 drift
 
 results: setup
 	$(RUN) results/kept.py

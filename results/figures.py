@@ -5,6 +5,7 @@ The paper's figures with our runs. They depend on the records alone, to the byte
 """
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
@@ -12,10 +13,11 @@ import matplotlib.style
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from exact_tables import changes_of
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from paper import CONDITIONS, GROUPS, PAPER_NAMES, Paper
-from records import Records, read_records
+from records import Records, in_words, read_records
 
 HERE = Path(__file__).resolve().parent
 
@@ -157,6 +159,30 @@ def draw_losses(records: Records, paper: Paper, path: Path) -> None:
     figure.savefig(path, dpi=120, metadata=METADATA)
 
 
+def draw_drift(records: Records, paper: Paper, path: Path) -> None:
+    """What is unexplained of what heads read, by length: of the exact model, and of it with a part changed."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    runs = [run for runs in read_records(HERE / "exact").variations.values() for run in runs]
+    lines = {}
+    for run in sorted(runs, key=lambda run: run["name"]):
+        found = HERE / "drift" / f"{run['name']}.json"
+        if found.exists():
+            drift = json.loads(found.read_text(encoding="utf-8"))
+            lines[in_words(changes_of(run))] = drift["lengths"], [statistics.median(x) for x in drift["unexplained"]]
+    colors = [color for color, _ in LOOKS.values()]
+    for number, (changed, (lengths, parts)) in enumerate(sorted(lines.items())):
+        look = {"linestyle": "-", "linewidth": 3} if not changed else {"linestyle": BROKEN[number // len(colors)]}
+        axes.plot(lengths, parts, marker="o", color=colors[number % len(colors)], label=changed or "the whole", **look)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set(xscale="log", yscale="log", xlabel="length of the words", ylabel="unexplained part, median over heads")
+    if lines:
+        axes.legend(frameon=False, fontsize=8)
+    axes.grid(color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120, metadata=METADATA)
+
+
 def draw_model(axes, model: str, xs: list, curves: list[list[float]], paper: dict, marker: bool = True) -> None:
     """Thin lines for single runs, a thick one for their mean, hollow markers for the paper's means."""
     color, shape = LOOKS[model]
@@ -214,7 +240,7 @@ def hollow(model: str) -> dict:
     }
 
 
-DRAWINGS = {"words": draw_words, "swaps": draw_swaps, "jitter": draw_jitter, "z5": draw_losses}
+DRAWINGS = {"words": draw_words, "swaps": draw_swaps, "jitter": draw_jitter, "z5": draw_losses, "drift": draw_drift}
 
 
 def main(arguments: list[str] | None = None) -> None:

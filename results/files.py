@@ -14,6 +14,7 @@ FILES = {
     "swaps.png": ("make results", "success in the shell game by number of swaps"),
     "jitter.png": ("make results", "success in the shell game with random timing"),
     "z5.png": ("make results", "the loss of the runs on Z5"),
+    "drift.png": ("make results", "how far the exact model drifts with a part changed"),
     "runs/TASK-MODEL-seedSEED.json": (
         "make results/runs/TASK-MODEL-seedSEED.json",
         "one run of the paper; `make reproduce` makes all",
@@ -23,6 +24,7 @@ FILES = {
         "a policy of `checkpoints/` that acts in its environment",
     ),
     "exact/": ("make exact", "runs of words of groups with the exact options"),
+    "drift/NAME.json": ("make results/drift/NAME.json", "how far a model of `make exact` drifts"),
     "main.json": ("make results/main.json", "the comparison in the README of the repository"),
     "sanity.json": ("make results/sanity.json", "every model on short words"),
     "cpu.json": ("make results/cpu.json", "the block on a processor with each scan; with `docs/cpu.png`"),

@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from exact_tables import changes_of, plain_runs
 from mamba3_nplr.modeling.hub.atomic_files import write_atomically
 from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.training import record
@@ -51,8 +52,9 @@ def paper_seeds(records: Records) -> list[list[dict]]:
 
 def exact_seeds(records: Records) -> list[list[dict]]:
     """The same of the runs with the preset for words."""
-    kinds = sorted(records.variations.items())
-    return [runs for (task, _, changes), runs in kinds if task in EXACT_TASKS and "group" not in changes]
+    plain = [run for run in plain_runs(records) if not changes_of(run)]
+    kinds = [[run for run in plain if run["task"] == task] for task in EXACT_TASKS]
+    return [runs for runs in kinds if runs]
 
 
 def kept_runs(groups: Iterable[list[dict]]) -> dict[str, tuple[dict, str]]:

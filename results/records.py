@@ -46,14 +46,14 @@ def read_records(folder: Path) -> Records:
         if run.get("mathematics", 1) != MATHEMATICS:  # those without a number are of the first
             records.left_out.append(run["name"])
         elif changes := changed_settings(run):
-            records.variations[run["task"], run["model"], changes].append(run)
+            records.variations[run["task"], run["model"], in_words(changes)].append(run)
         else:
             records.runs[run["task"], run["model"]].append(run)
     return records
 
 
-def changed_settings(run: dict) -> str:
-    """What the command of a run has otherwise than the paper's run of its task and model."""
+def changed_settings(run: dict) -> dict[str, str]:
+    """What the command of a run has otherwise than the paper's run of its task and model, by its options."""
     words = shlex.split(run["command"])[2:]
     given = dict(zip((word.removeprefix("--") for word in words[::2]), words[1::2], strict=True))
     changed = {name: value for name, value in given.items() if name not in NAMES}
@@ -63,4 +63,8 @@ def changed_settings(run: dict) -> str:
             del changed[name]  # it was not the default once
     if given.get("preset", "paper") != "paper":
         changed["preset"] = given["preset"]
-    return ", ".join(f"{name.partition('.')[2] or name} {value}" for name, value in changed.items())
+    return changed
+
+
+def in_words(changes: dict[str, str]) -> str:
+    return ", ".join(f"{name.partition('.')[2] or name} {value}" for name, value in changes.items())

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import statistics
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from mamba3_nplr.configuration.presets import MODELS
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import TASKS as TASKS_BY_NAME
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from mamba3_nplr.training.arguments import parse_run, resolve
+from mamba3_nplr.training.arguments import resolve
 from mamba3_nplr.training.models import new_model
 from paper import CONDITIONS, GROUPS, PAPER_NAMES
 from records import Records, figure_of
@@ -198,27 +197,6 @@ def acting_table(records: Records, rollouts: Path) -> str:
             rows.append([f"`{run['task']}`", f"`{run['model']}`", episodes, *map(per_cent, figures)])
     head = ["task", "model", "episodes", *(f"K = {count}" for count in OWN_SWAPS), *CONDITIONS.values()]
     return markdown(head, rows)
-
-
-def exact_table(records: Records) -> str:
-    """Words of each group with the exact options, by length."""
-    groups = {}
-    for run in (run for runs in records.variations.values() for run in runs):
-        task = parse_run(shlex.split(run["command"])[2:]).task
-        groups.setdefault((task.algebra.order, task.group, len(task.letters)), []).append(run)
-    rows, splits = [], []
-    for (order, group, letters), runs in sorted(groups.items()):
-        splits = list(runs[0]["results"])
-        found = [[100 * figure_of(run, split) for run in runs] for split in splits]
-        rows.append([group.upper().replace("X", " x "), f"{order}", f"{letters}", f"{len(runs)}", *map(spread, found)])
-    names = [f"{int(split.removeprefix('test_')):,}" for split in splits]
-    return markdown(["group", "elements", "letters", "seeds", *names], rows)
-
-
-def spread(figures: list[float]) -> str:
-    """The mean, with the smallest and the largest where they differ."""
-    mean, ends = f"{statistics.mean(figures):.2f}", (min(figures), max(figures))
-    return mean if ends[0] == ends[1] else f"{mean} [{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 def run_cells(run: dict, splits: list[str]) -> list[str]:

@@ -19,11 +19,14 @@ from transformers import AutoModelForSequenceClassification
 from helpers.model_cases import build
 from helpers.places import ROOT
 from mamba3_nplr import Mamba3NPLRForSequenceClassification
+from mamba3_nplr.training.arguments import parse_run
+from mamba3_nplr.training.consistency import unexplained_parts
+from mamba3_nplr.training.models import new_model
 from mamba3_nplr.training.record import MATHEMATICS
 
 RESULTS = ROOT / "results"
-MODULES = ("cells", "claims", "figures", "files", "kept", "page", "paper", "records", "tables")
-PICTURES = ("words.png", "swaps.png", "jitter.png", "z5.png")
+MODULES = ("cells", "claims", "drift", "exact_tables", "figures", "files", "kept", "page", "paper", "records", "tables")
+PICTURES = ("words.png", "swaps.png", "jitter.png", "z5.png", "drift.png")
 
 
 @pytest.fixture
@@ -47,7 +50,7 @@ def place(program, tmp_path, monkeypatch):
     return tmp_path
 
 
-def add_run(place, task, model, seed, figures, **other):
+def add_run(place, task, model, seed, figures, folder="runs", **other):
     """A record of a run that found `figures` on its test sets, in per cent."""
     name = "-".join([task, model, f"seed{seed}", *other.pop("special", [])])
     metric = "success" if task.startswith("shell") else "final_accuracy"
@@ -69,7 +72,8 @@ def add_run(place, task, model, seed, figures, **other):
         "mathematics": MATHEMATICS,
         "environment": {"processor": "a processor", "machine": "Linux", "git": "0123456789abcdef"},
     }
-    (place / "runs" / f"{name}.json").write_text(json.dumps(run | other))
+    (place / folder).mkdir(exist_ok=True)
+    (place / folder / f"{name}.json").write_text(json.dumps(run | other))
 
 
 def section(page, heading):
@@ -248,6 +252,100 @@ def test_policies_are_shown_on_recorded_episodes_and_where_they_act(program, pla
         ["`shell_hand`", "`nplr`", "its own", "100.00", "", "50.00", "", "", "", "75.00", "12.50"],
     ]
     assert "shell_hand" not in section(page, "Other settings")
+
+
+def add_exact(place, model, seed, figure, options="", task="s4"):
+    command = f"python train_hf.py --task {task} --model {model} --preset exact --seed {seed}{options}"
+    special = [options.split()[-1]] if options else []
+    add_run(place, task, model, seed, words(100.0, figure), "exact", command=command, special=special)
+
+
+def cells_of(part, start):
+    lines = [line for line in part.splitlines() if line.startswith(f"| {start}")]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+
+
+def test_runs_of_the_preset_for_words_are_in_three_tables(program, place):
+    add_exact(place, "nplr_exact", 1, 90.0)
+    add_exact(place, "nplr_exact", 2, 80.0)
+    add_exact(place, "nplr_exact", 1, 70.0, " --task.group a4")
+    add_exact(place, "nplr_exact", 1, 60.0, " --model.gate_form smooth")
+    add_exact(place, "nplr_exact", 1, 50.0, " --consistency 0")
+    add_exact(place, "gdn", 1, 40.0, " --consistency 0")
+    add_exact(place, "nplr_exact", 1, 30.0, task="s3")
+    drift = {"lengths": [64, 128], "heads": [3, 5], "unexplained": [[1e-6, 3e-6], [1e-5, 3e-5]]}
+    drift |= {"growth": [[1, 1], [0.5, 7]], "mirrors": 2e-4, "decay": 0.0}
+    (place / "drift").mkdir()
+    (place / "drift" / "s4-nplr_exact-seed1-smooth.json").write_text(json.dumps(drift))
+    groups, models, parts = re.split(r"^(?:The other models|With a part)", exact_section(program), flags=re.MULTILINE)
+    assert [row[:6] for row in cells_of(groups, "")[2:]] == [
+        ["S3", "6", "6", "1", "100.00", "30.00"],
+        ["A4", "12", "12", "1", "100.00", "70.00"],
+        ["S4", "24", "24", "2", "100.00", "85.00 [80.00, 90.00]"],
+    ]
+    assert [row[:7] for row in cells_of(models, "`")] == [
+        ["`s4`", "`nplr_exact`", "0.1", "no", "1", "100.00", "50.00"],
+        ["`s4`", "`nplr_exact`", "0.1", "yes", "2", "100.00", "85.00 [80.00, 90.00]"],
+        ["`s4`", "`gdn`", "0", "no", "1", "100.00", "40.00"],
+    ]
+    assert [[row[1], row[3], *row[8:]] for row in cells_of(parts, "`s4`")] == [
+        ["the whole", "90.00", *[""] * 6],
+        ["consistency 0", "50.00", *[""] * 6],
+        ["gate_form smooth", "60.00", "2", "2e-06", "2e-05", "7", "2e-04", "0e+00"],
+    ]
+    program("figures").main([str(place / "drift.png")])
+    kept = program("kept").exact_seeds(program("records").read_records(place / "exact"))
+    assert kept == []  # of S4 there are none on the page
+    add_exact(place, "nplr_exact", 1, 90.0, task="z5")
+    add_exact(place, "nplr_exact", 1, 20.0, " --model.gate_form smooth", task="z5")
+    [[run]] = program("kept").exact_seeds(program("records").read_records(place / "exact"))
+    assert run["name"] == "z5-nplr_exact-seed1"
+
+
+def exact_section(program):
+    return section(program("page").make_page(), "Words of any length")
+
+
+@pytest.fixture
+def followed(program):
+    """A model with exact gates whose first head is not read, and what its drift is in words of S3."""
+    run = parse_run(["--task=s3", "--model=nplr_exact", "--model.expand=1"])
+    torch.manual_seed(0)
+    model = new_model(run.task, run.config).eval()
+    mixer = model.model.layers[0].mixer
+    with torch.no_grad():
+        mixer.out_proj.weight[:, :16] = 0
+        mixer.beta_proj.bias.fill_(10.0)
+        mixer.in_proj.weight[mixer.split_sizes[0] * 2 + 32 :][4:8] *= 0.1  # the decay is that of its bias
+        mixer.A_bias.fill_(-5.0)
+    return model, run.task
+
+
+def test_drift_is_that_of_the_whole_word_before_each_length(program, followed):
+    model, task = followed
+    rows = {name: torch.as_tensor(x).long() for name, x in task.draw("test", 0, 0, 0, 6, 640).items()}
+    found = program("drift").measure_drift(model, rows["input_ids"], rows["labels"], (64, 640))
+    assert found["heads"] == [1, 2, 3]
+    assert (found["mirrors"], found["decay"]) == (0.0, 0.0)
+    assert found["growth"][0] == [1.0] * 3 and found["growth"][1] == pytest.approx([1.0] * 3, rel=1e-4)
+    reads = []
+    model.model.layers[0].mixer.out_proj.register_forward_pre_hook(lambda module, inputs: reads.append(inputs[0]))
+    model(rows["input_ids"])
+    for length, parts in zip((64, 640), found["unexplained"], strict=True):
+        window = slice(length - 64, length)
+        wanted = unexplained_parts(reads[-1][:, window], rows["input_ids"][:, window], rows["labels"][:, window], 4)
+        assert parts == pytest.approx(wanted[1:].tolist(), rel=1e-3)
+
+
+def test_drift_says_how_far_gates_are_from_whole_ones(program, followed):
+    model, _ = followed
+    with torch.no_grad():
+        model.model.layers[0].mixer.beta_proj.bias.copy_(torch.tensor([0.0, 10.0, -10.0, 2.0]))
+        model.model.layers[0].mixer.A_bias.fill_(1.0)
+    found = program("drift").gates_of(model, [1, 2, 3])
+    assert found["mirrors"] == pytest.approx(2 - (2.2 * torch.tensor(2.0).sigmoid().item() - 0.1), rel=1e-5)
+    assert 0.1 < found["decay"] < 1
+    assert program("drift").gates_of(model, [1, 2])["mirrors"] == 0.0
 
 
 def test_differences_from_the_paper_are_those_of_the_records(program, place):

@@ -215,7 +215,8 @@ def make_schedule(own: dict, task: Task) -> Schedule | None:
     if MODELS[own["model"]].model_type == "input_dependent_s4":
         raise UsageError(f"consistency={own['consistency']} is not allowed: {own['model']} has no heads.")
     limit = own["consistency_limit"] or math.inf
-    return checked(Schedule, own["consistency"], own["consistency_start"], own["consistency_full"], limit)
+    numbers = own["consistency"], own["consistency_start"], own["consistency_full"], limit, own["consistency_noise"]
+    return checked(Schedule, *numbers)
 
 
 def check_best_metric(args: TrainingArguments, task: Task) -> None:

@@ -45,6 +45,10 @@ class RunArguments:
         default=0.0,
         metadata={"help": "heads of which a larger part than this is unexplained are read no more; 0: all are read"},
     )
+    consistency_noise: float = field(
+        default=0.0,
+        metadata={"help": "variance of noise in what heads read, over what is unexplained; it grows with the weight"},
+    )
     num_processes: int | None = field(
         default=None, metadata={"help": "how many processes must have been started; fewer or more are an error"}
     )

@@ -10,7 +10,9 @@ but the state that the label names, for words of any length.
 
 Some heads never come near it: what they read helps with short words and is noise in long ones. Before the term pulls,
 the parts of most heads lie near 0 or near 1; those near 1 are dropped, that is, read no more, and later those that have
-not come down with the others.
+not come down with the others. Of those that are left some are far more exact than others, and what a head has wrong
+grows with the word. So what a head reads is disturbed as much as it would be wrong in a word far longer than those of
+training: the answers then rest upon the heads that will still be right.
 """
 
 import math
@@ -44,12 +46,15 @@ class Schedule:
         start, full: Parts of the run. At the first it begins with 1, and grows by factors up to the second.
         limit: Heads of which more is unexplained when it begins are dropped, and those of which more than a hundredth
             of that is when it has grown; a quarter of them stays each time.
+        noise: At the end, the variance of the noise that the answers have to do with, over what is unexplained. It
+            grows with the weight.
     """
 
     weight: float
     start: float
     full: float
     limit: float = math.inf
+    noise: float = 0.0
 
     def __post_init__(self):
         if not self.start < self.full:
@@ -62,6 +67,9 @@ class Schedule:
             return 0.0
         grown = min(1.0, (part - self.start) / (self.full - self.start))
         return FIRST_WEIGHT * (self.weight / FIRST_WEIGHT) ** grown
+
+    def noise_at(self, part: float) -> float:
+        return self.noise * self.weight_at(part) / self.weight
 
     def limit_after(self, step: int, steps: int) -> float:
         """By which heads are dropped after update `step` of a run, from 0; infinite after most of them."""
@@ -81,18 +89,35 @@ class Consistency:
     def __init__(self, model: PreTrainedModel, schedule: Schedule):
         self.schedule = schedule
         self.heads = model.config.num_heads
-        self.read = None
-        self.parts = []  # of each head, of the batches since the last update
+        self.batch, self.part = None, 0.0
+        self.unexplained = None  # of each head, of what the model has just read
+        self.parts = []  # the same, of the batches since the last update
         self.projection = getattr(model.base_model.layers[-1].mixer, model.readout_projection)
         self.projection.register_forward_pre_hook(self.note)
 
+    def begin(self, batch: dict[str, torch.Tensor], part: float) -> None:
+        """
+        To be called before the model reads a batch.
+
+        Args:
+            batch: With a label for each token.
+            part: How far the run has come, from 0 to 1.
+        """
+        self.batch, self.part = batch, part
+
     def note(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        if not module.training:
+        if not module.training or self.batch is None or not self.schedule.weight_at(self.part):
             return None
-        self.read = inputs[0]
-        kept = self.kept_heads()
+        batch, self.batch = self.batch, None
+        self.unexplained = unexplained_parts(inputs[0], batch["input_ids"], batch["labels"], self.heads)
+        kept, read = self.kept_heads(), by_head(inputs[0], self.heads)
+        noise = self.schedule.noise_at(self.part)
+        if noise:
+            read = read + noise_like(read, noise * self.unexplained)
+        elif kept.all():
+            return None
         # Without this the weights of dropped heads would get gradients.
-        return None if kept.all() else (by_head(self.read, self.heads).mul(kept[:, None]).flatten(-2),)
+        return (read.mul(kept[:, None]).flatten(-2),)
 
     def kept_heads(self) -> torch.Tensor:
         """Which heads are read, (heads): the weights of the others are 0, in a run that was resumed as well."""
@@ -100,22 +125,19 @@ class Consistency:
             return torch.ones(self.heads, dtype=torch.bool, device=self.projection.weight.device)
         return by_head(self.projection.weight, self.heads).ne(0).any(-1).any(0)
 
-    def add_to(self, loss: torch.Tensor, batch: dict[str, torch.Tensor], part: float, share: float) -> torch.Tensor:
+    def add_to(self, loss: torch.Tensor, share: float) -> torch.Tensor:
         """
         The loss, whose value stays that of the answers, with the gradient of both.
 
         Args:
-            batch: What the model has just read, with a label for each token.
-            part: How far the run has come, from 0 to 1.
+            loss: Of the batch that the model has just read.
             share: Part of the update's batch that this is.
         """
-        read, self.read = self.read, None
-        weight = self.schedule.weight_at(part)
-        if not weight:
+        parts, self.unexplained = self.unexplained, None
+        if parts is None:
             return loss
-        parts = unexplained_parts(read, batch["input_ids"], batch["labels"], self.heads)
         self.parts.append(parts.detach())
-        kept = self.kept_heads()
+        kept, weight = self.kept_heads(), self.schedule.weight_at(self.part)
         term = (parts * kept).sum() / kept.sum()
         both = (loss + weight * share * term) / (1 + weight)
         return loss.detach() + (both - both.detach())
@@ -157,6 +179,13 @@ class DropHeads(TrainerCallback):
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(..., heads * channels) as (..., heads, channels)."""
     return x.unflatten(-1, (heads, -1))
+
+
+@torch.no_grad()
+def noise_like(read: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+    """Noise for what heads read, (rows, length, heads, channels), whose variance is these parts (heads) of theirs."""
+    deviation = read.detach().flatten(0, 1).var(0, correction=0).mean(-1).mul(parts).sqrt()
+    return torch.randn_like(read) * deviation[:, None].to(read.dtype)
 
 
 def unexplained_parts(read: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, heads: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ LIMITS: dict[str, Limit] = {
     "consistency_start": BELOW_1,
     "consistency_full": ("above 0 and at most 1", lambda x: 0 < x <= 1),
     "consistency_limit": FROM_0,
+    "consistency_noise": FROM_0,
     "per_device_train_batch_size": WHOLE_FROM_1,
     "max_steps": ("a whole number from 1 to 2**31 - 1", lambda x: 1 <= x < 2**31),
     "learning_rate": FROM_0,

@@ -80,11 +80,11 @@ class ResumableTrainer(Trainer):
         return self.step_loss
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.consistency is None or return_outputs:
-            return found
-        part, share = self.state.global_step / self.args.max_steps, 1 / self.args.gradient_accumulation_steps
-        return self.consistency.add_to(found, inputs, part, share)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self.consistency.begin(inputs, self.state.global_step / self.args.max_steps)
+        found = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        return self.consistency.add_to(found, 1 / self.args.gradient_accumulation_steps)
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from helpers.training_program import WORDS, call_at_step, load_program
 from mamba3_nplr.training.arguments import parse_run
-from mamba3_nplr.training.consistency import Consistency, Schedule, unexplained_parts
+from mamba3_nplr.training.consistency import Consistency, Schedule, noise_like, unexplained_parts
 from mamba3_nplr.training.models import new_model
 from mamba3_nplr.training.trainer import ResumableTrainer
 
@@ -83,13 +84,14 @@ def test_the_gradient_is_that_of_both_and_the_value_that_of_the_answers(name):
     model = new_model(run.task, run.config).double().train()
     batch, weights = run.task.batch(0, 0), list(model.parameters())
     term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5))
+    term.begin(batch, part=0.5)
     answers = model(**batch).loss
-    part = unexplained_parts(term.read, batch["input_ids"], batch["labels"], run.config.num_heads).mean()
+    part = term.unexplained.mean()
     assert 0.1 < part < 2
     gradients = [torch.autograd.grad(x, weights, retain_graph=True, allow_unused=True) for x in (answers, part)]
     last = {id(x) for x in model.base_model.layers[-1].mixer.parameters()}
     assert any(y is not None for x, y in zip(weights, gradients[1], strict=True) if id(x) in last)
-    found = term.add_to(answers, batch, part=0.5, share=0.5)
+    found = term.add_to(answers, share=0.5)
     assert found.item() == answers.item()
     for x, of_answers, of_part in zip(torch.autograd.grad(found, weights), *gradients, strict=True):
         wanted = (of_answers + 5 * (0 if of_part is None else of_part)) / 11
@@ -100,8 +102,9 @@ def test_before_it_begins_there_is_only_the_loss():
     run = parse_run(["--task=s3", "--task.length=6", "--task.batch_size=4"])
     model = new_model(run.task, run.config).train()
     term = Consistency(model, Schedule(weight=10.0, start=0.2, full=0.5))
+    term.begin(run.task.batch(0, 0), part=0.1)
     loss = model(**run.task.batch(0, 0)).loss
-    assert term.add_to(loss, run.task.batch(0, 0), part=0.1, share=1.0) is loss
+    assert term.add_to(loss, share=1.0) is loss
 
 
 @pytest.mark.parametrize(("start", "steps"), [(0.0, 7), (0.12, 8), (0.5, 2000), (0.5, 3), (1 / 3, 3), (0.99, 4)])
@@ -130,8 +133,13 @@ def trained():
 
 def update(model, optimizer, term, batch):
     optimizer.zero_grad()
-    term.add_to(model(**batch).loss, batch, part=0.5, share=1.0).backward()
+    term.add_to(read(model, term, batch), share=1.0).backward()
     optimizer.step()
+
+
+def read(model, term, batch):
+    term.begin(batch, part=0.5)
+    return model(**batch).loss
 
 
 def test_dropped_heads_are_read_no_more_and_stay_dropped(trained):
@@ -139,26 +147,26 @@ def test_dropped_heads_are_read_no_more_and_stay_dropped(trained):
     parts = torch.linspace(0, 1, 16)
     term.drop_heads(parts, 0.3, optimizer)
     assert term.kept_heads().tolist() == [part <= 0.3 for part in parts]
-    before = model(**batch).loss
+    before = read(model, term, batch)
     with torch.no_grad():
         term.projection.weight.unflatten(-1, (16, -1))[:, 5:] = 7.0 * (torch.randn(11, 1) > 0)
         term.drop_heads(parts, 0.3, optimizer)
-    assert torch.equal(model(**batch).loss, before)
+    assert torch.equal(read(model, term, batch), before)
     for _ in range(3):
         update(model, optimizer, term, batch)
     weight = term.projection.weight.unflatten(-1, (16, -1))
     assert (weight[:, 5:] == 0).all() and (weight[:, :5] != 0).all()
-    assert (model(**batch).loss - before).abs() > 1e-3
+    assert (read(model, term, batch) - before).abs() > 1e-3
 
 
 def test_the_term_is_that_of_the_heads_that_are_left(trained):
     model, optimizer, term, batch = trained
     term.drop_heads(torch.linspace(0, 1, 16), 0.3, optimizer)
-    loss = model(**batch).loss
-    parts = unexplained_parts(term.read, batch["input_ids"], batch["labels"], 16)
+    loss = read(model, term, batch)
+    parts = term.unexplained
     weights = list(model.parameters())
     wanted = torch.autograd.grad((loss + 10 * parts[:5].mean()) / 11, weights, retain_graph=True, allow_unused=True)
-    found = torch.autograd.grad(term.add_to(loss, batch, part=0.5, share=1.0), weights, allow_unused=True)
+    found = torch.autograd.grad(term.add_to(loss, share=1.0), weights, allow_unused=True)
     for x, y in zip(found, wanted, strict=True):
         assert (x is None) == (y is None) and (x is None or (x - y).abs().max() <= 1e-5 * y.abs().max())
 
@@ -178,7 +186,7 @@ def test_the_best_quarter_of_the_heads_is_not_dropped(trained):
 
 def test_a_run_that_is_resumed_after_heads_were_dropped_ends_with_the_same_bits(tmp_path, monkeypatch):
     arguments = [*WORDS, "--task=z5", "--task.batch_size=64", "--consistency=10", "--consistency_start=0.3"]
-    arguments += ["--consistency_limit=0.5"]
+    arguments += ["--consistency_limit=0.5", "--consistency_noise=2"]
     load_program().main([*arguments, f"--output_dir={tmp_path / 'whole'}"])
     weights = (tmp_path / "whole" / "model.safetensors").read_bytes()
     with monkeypatch.context() as patch:
@@ -197,8 +205,31 @@ def test_nothing_is_kept_of_an_evaluation():
     run = parse_run(["--task=s3", "--task.length=6", "--task.batch_size=4"])
     model = new_model(run.task, run.config).eval()
     term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5))
+    term.begin(run.task.batch(0, 0), part=0.4)
     model(**run.task.batch(0, 0))
-    assert term.read is None
+    assert term.unexplained is None
+
+
+def test_noise_grows_with_the_weight_and_is_a_multiple_of_what_is_unexplained():
+    schedule = Schedule(weight=1e4, start=0.2, full=0.6, noise=100.0)
+    assert [schedule.noise_at(part) for part in (0.1, 0.2, 0.4, 1)] == pytest.approx([0, 1e-2, 1, 100])
+    torch.manual_seed(0)
+    heads = torch.randn(8, 500, HEADS, CHANNELS) * torch.tensor([1.0, 10.0, 0.1])[:, None] + 5
+    noise = noise_like(heads, torch.tensor([4.0, 0.01, 0.0]))
+    assert noise.var((0, 1, 3)).tolist() == pytest.approx([4.0, 1.0, 0.0], rel=0.05)
+    assert noise.mean((0, 1, 3)).abs().max() < 0.05 and noise_like(heads[:1, :1], torch.ones(HEADS)).isfinite().all()
+
+
+def test_the_answers_have_to_do_with_noise_and_the_term_has_not(trained):
+    model, _, quiet, batch = trained
+    alone = read(model, quiet, batch), quiet.unexplained
+    quiet.projection._forward_pre_hooks.clear()
+    loud = Consistency(model, replace(quiet.schedule, noise=5.0))
+    losses = torch.stack([read(model, loud, batch) for _ in range(3)])
+    assert (losses > alone[0]).all() and losses.unique().numel() == 3
+    assert torch.equal(loud.unexplained, alone[1])
+    model.eval()
+    assert read(model, loud, batch) == read(model, loud, batch)
 
 
 def test_s3_is_followed_far_beyond_the_lengths_of_training(tmp_path):

@@ -1,0 +1,110 @@
+"""What the preset for words has found: by group, beside other models, and with parts taken out."""
+
+import json
+import shlex
+import statistics
+from pathlib import Path
+
+from cells import markdown
+from mamba3_nplr.configuration.presets import MODELS
+from mamba3_nplr.training.arguments import parse_run
+from records import Records, changed_settings, figure_of, in_words
+from tables import per_cent
+
+MODEL = "nplr_exact"
+OF_ALL = {"preset", "task.test_lengths"}  # settings that are the same in all of these runs
+OF_BUDGET = {"consistency", "model.label_smoothing"}  # those in which other models are given a choice
+
+
+def changes_of(run: dict) -> dict[str, str]:
+    """What a run has otherwise than the others."""
+    return {name: value for name, value in changed_settings(run).items() if name not in OF_ALL}
+
+
+def everything(records: Records) -> list[dict]:
+    return [run for runs in records.variations.values() for run in runs]
+
+
+def plain_runs(records: Records) -> list[dict]:
+    """Those of the exact model with the preset as it is, over whatever group."""
+    return [run for run in everything(records) if run["model"] == MODEL and changes_of(run).keys() <= {"task.group"}]
+
+
+def lengths_of(run: dict) -> list[str]:
+    return [f"{int(split.removeprefix('test_')):,}" for split in run["results"]]
+
+
+def groups_table(records: Records) -> str:
+    """The exact model on words of each group, by length."""
+    groups, names = {}, []
+    for run in plain_runs(records):
+        task, names = parse_run(shlex.split(run["command"])[2:]).task, lengths_of(run)
+        groups.setdefault((task.algebra.order, task.group, len(task.letters)), []).append(run)
+    rows = []
+    for (order, group, letters), runs in sorted(groups.items()):
+        rows.append([group.upper().replace("X", " x "), f"{order}", f"{letters}", f"{len(runs)}", *spreads(runs)])
+    return markdown(["group", "elements", "letters", "seeds", *names], rows)
+
+
+def models_table(records: Records) -> str:
+    """All models on the groups that others than the exact one were trained on, with the same updates and words."""
+    kinds, names = {}, []
+    for run in everything(records):
+        if changes_of(run).keys() <= OF_BUDGET:
+            settings, names = parse_run(shlex.split(run["command"])[2:]), lengths_of(run)
+            smoothing, term = settings.config.label_smoothing, settings.consistency is not None
+            kinds.setdefault((run["task"], list(MODELS).index(run["model"]), term, smoothing), []).append(run)
+    compared = {task for task, model, *_ in kinds if list(MODELS)[model] != MODEL}
+    rows = []
+    for (task, model, term, smoothing), runs in sorted(kinds.items()):
+        if task in compared:
+            kind = [f"`{task}`", f"`{list(MODELS)[model]}`", f"{smoothing:g}", "yes" if term else "no"]
+            rows.append([*kind, f"{len(runs)}", *spreads(runs)])
+    return markdown(["task", "model", "label smoothing", "term", "seeds", *names], rows)
+
+
+def parts_table(records: Records, drifts: Path) -> str:
+    """
+    The exact model with a part taken out, below the whole one with the same seed.
+
+    Args:
+        drifts: A folder of what `results/drift.py` has found, by the names of the runs.
+    """
+    without = [run for run in everything(records) if run["model"] == MODEL and is_without_a_part(run)]
+    seeds = {(run["task"], run["seed"]) for run in without}
+    whole = [run for run in plain_runs(records) if (run["task"], run["seed"]) in seeds and not changes_of(run)]
+    rows, names = [], []
+    for run in sorted(whole, key=lambda run: run["name"]) + sorted(without, key=lambda run: in_words(changes_of(run))):
+        names = lengths_of(run)
+        figures = [per_cent(figure_of(run, split)) for split in run["results"]]
+        rows.append([f"`{run['task']}`", in_words(changes_of(run)) or "the whole", *figures, *drift_cells(drifts, run)])
+    head = ["heads", "unexplained at 64", "at 8,192", "growth of the state", "mirrors", "decay"]
+    return markdown(["task", "changed", *names, *head], rows)
+
+
+def is_without_a_part(run: dict) -> bool:
+    return bool(changes_of(run).keys() - {"task.group"})
+
+
+def drift_cells(drifts: Path, run: dict) -> list[str]:
+    path = drifts / f"{run['name']}.json"
+    if not path.exists():
+        return [""] * 6
+    drift = json.loads(path.read_text(encoding="utf-8"))
+    first, last = (statistics.median(parts) for parts in (drift["unexplained"][0], drift["unexplained"][-1]))
+    return [
+        f"{len(drift['heads'])}",
+        *(f"{x:.0e}" for x in (first, last)),
+        f"{max(drift['growth'][-1]):.3g}",
+        *(f"{drift[name]:.0e}" for name in ("mirrors", "decay")),
+    ]
+
+
+def spreads(runs: list[dict]) -> list[str]:
+    """For each test set the mean over runs, with the smallest and the largest where they differ."""
+    cells = []
+    for split in runs[0]["results"]:
+        figures = [100 * figure_of(run, split) for run in runs]
+        mean, ends = f"{statistics.mean(figures):.2f}", (min(figures), max(figures))
+        cells.append(mean if ends[0] == ends[1] else f"{mean} [{ends[0]:.2f}, {ends[1]:.2f}]")
+    return cells
