@@ -86,7 +86,7 @@ data: setup
 	$(RUN) -m mamba3_nplr.datasets_scripts.build data
 
 # The main job: three models on the word problem of S5, the same training for each, on 128 of the 512 test words.
-COMPARE_main := --models mamba3 nplr nplr_exact_norope --task s5_generators --preset quick \
+COMPARE_main := --models mamba3 nplr nplr_exact --task s5_generators --preset exact --task.total_steps 1500 \
 	--task.test_lengths '[64,128,512,2048,8192]' --task.test_size 128
 
 train: setup

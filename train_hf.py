@@ -2,7 +2,7 @@
 Trains, compares and evaluates the models on the tasks, with transformers.Trainer and Accelerate.
 
     python train_hf.py --task s5_generators --model nplr --preset paper --seed 0
-    python train_hf.py compare --models mamba3 nplr nplr_exact_norope --task s5_generators
+    python train_hf.py compare --models mamba3 nplr nplr_exact --task s5_generators
     python train_hf.py evaluate runs/s5_generators-nplr-paper-seed0
     torchrun --nproc_per_node 2 train_hf.py --task shell
 

@@ -29,6 +29,10 @@ from records import Records, read_records
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE.parent / "checkpoints"
 MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact", "nplr_exact_norope")
+SPECIAL = (
+    ("shell_pixels", "total_steps 9000, start_swaps 1, max_steps 9000"),
+    ("shell_jitter", "rope_per_head false"),
+)
 # Those that are trained on words by a preset of their own, as they are on the page; other groups are for the tables.
 EXACT_TASKS = ("s5_generators", "z5")
 WEIGHTS, CONFIGURATION = "model.safetensors", "config.json"
@@ -45,9 +49,11 @@ def ends(runs: list[dict]) -> dict[str, str]:
 
 
 def paper_seeds(records: Records) -> list[list[dict]]:
-    """Runs that differ by their seeds, of the models that are kept; on pixels with settings of their own."""
+    """Runs that differ by their seeds, of the models that are kept; some of them with settings of their own."""
     kept = [runs for (_, model), runs in sorted(records.runs.items()) if model in MODELS]
-    return kept + [runs for (task, *_), runs in sorted(records.variations.items()) if task == "shell_pixels"]
+    return kept + [
+        runs for (task, _, changes), runs in sorted(records.variations.items()) if (task, changes) in SPECIAL
+    ]
 
 
 def exact_seeds(records: Records) -> list[list[dict]]:
