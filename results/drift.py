@@ -1,6 +1,6 @@
 """
-How a trained model drifts in words far longer than those of its training: what its heads read after words with the same
-label, and how large their states are.
+How a trained model drifts in words far longer than those of its training: how often it is right, what its heads read
+after words with the same label, and how large their states are.
 
     python results/drift.py runs/exact/s4-nplr_exact-seed11 --out results/drift/s4-nplr_exact-seed11.json
 """
@@ -20,7 +20,7 @@ from mamba3_nplr.training import record
 from mamba3_nplr.training.command_line import part
 from mamba3_nplr.training.consistency import by_head, unexplained_parts
 
-LENGTHS = tuple(2**n for n in range(6, 14))  # 64 to 8,192
+LENGTHS = (*(2**n for n in range(6, 14)), 100_000)
 WORDS, WINDOW, PIECE = 128, 64, 512  # words, and positions of them before each length, and in a pass
 
 
@@ -45,17 +45,18 @@ def measure_drift(model, tokens: torch.Tensor, labels: torch.Tensor, lengths=LEN
         tokens, labels (words, length): Words at least as long as the longest length.
 
     Returns:
-        By length and head what is unexplained of what it reads, and how large its state is, that at the first length
-        being 1.
+        By length how often the model is right; by length and head what is unexplained of what it reads, and how large
+        its state is, that at the first length being 1.
     """
     reads, state, start = Reads(model), None, 0
-    found = {"lengths": list(lengths), "heads": reads.kept, "unexplained": [], "growth": []}
+    found = {"lengths": list(lengths), "heads": reads.kept, "right": [], "unexplained": [], "growth": []}
     for length in lengths:
         first = length - WINDOW
         for begin, end in [*pieces(start, first), (first, length)]:
             output = model(tokens[:, begin:end], past_key_values=state, use_cache=True)
             state = output.past_key_values
         start, window = length, slice(first, length)
+        found["right"].append((output.logits.argmax(-1) == labels[:, length - 1]).float().mean().item())
         parts = unexplained_parts(reads.last, tokens[:, window], labels[:, window], reads.heads)
         found["unexplained"].append([parts[head].item() for head in reads.kept])
         h = state.get_recurrent_state(len(model.base_model.layers) - 1)

@@ -12,6 +12,7 @@ from records import Records, changed_settings, figure_of, in_words
 from tables import per_cent
 
 MODEL = "nplr_exact"
+ENDS, FARTHEST = (64, 8_192), 100_000  # lengths at which drift is shown, and the last one that is measured
 OF_ALL = {"preset", "task.test_lengths"}  # settings that are the same in all of these runs
 OF_BUDGET = {"consistency", "model.label_smoothing"}  # those in which other models are given a choice
 
@@ -34,8 +35,13 @@ def lengths_of(run: dict) -> list[str]:
     return [f"{int(split.removeprefix('test_')):,}" for split in run["results"]]
 
 
-def groups_table(records: Records) -> str:
-    """The exact model on words of each group, by length."""
+def groups_table(records: Records, drifts: Path) -> str:
+    """
+    The exact model on words of each group, by length.
+
+    Args:
+        drifts: A folder of what `results/drift.py` has found, by the names of the runs.
+    """
     groups, names = {}, []
     for run in plain_runs(records):
         task, names = parse_run(shlex.split(run["command"])[2:]).task, lengths_of(run)
@@ -43,7 +49,8 @@ def groups_table(records: Records) -> str:
     rows = []
     for (order, group, letters), runs in sorted(groups.items()):
         rows.append([group.upper().replace("X", " x "), f"{order}", f"{letters}", f"{len(runs)}", *spreads(runs)])
-    return markdown(["group", "elements", "letters", "seeds", *names], rows)
+        rows[-1].append(farthest_cell(runs, drifts))
+    return markdown(["group", "elements", "letters", "seeds", *names, f"{FARTHEST:,}"], rows)
 
 
 def models_table(records: Records) -> str:
@@ -68,7 +75,7 @@ def parts_table(records: Records, drifts: Path) -> str:
     The exact model with a part taken out, below the whole one with the same seed.
 
     Args:
-        drifts: A folder of what `results/drift.py` has found, by the names of the runs.
+        drifts: As above.
     """
     without = [run for run in everything(records) if run["model"] == MODEL and is_without_a_part(run)]
     seeds = {(run["task"], run["seed"]) for run in without}
@@ -86,25 +93,35 @@ def is_without_a_part(run: dict) -> bool:
     return bool(changes_of(run).keys() - {"task.group"})
 
 
-def drift_cells(drifts: Path, run: dict) -> list[str]:
+def read_drift(drifts: Path, run: dict) -> dict | None:
     path = drifts / f"{run['name']}.json"
-    if not path.exists():
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def farthest_cell(runs: list[dict], drifts: Path) -> str:
+    """How often they are right at the farthest length, and how many of them were followed so far."""
+    found = [drift["right"][drift["lengths"].index(FARTHEST)] for run in runs if (drift := read_drift(drifts, run))]
+    return f"{spread([100 * x for x in found])} ({len(found)})" if found else ""
+
+
+def drift_cells(drifts: Path, run: dict) -> list[str]:
+    drift = read_drift(drifts, run)
+    if drift is None:
         return [""] * 6
-    drift = json.loads(path.read_text(encoding="utf-8"))
-    first, last = (statistics.median(parts) for parts in (drift["unexplained"][0], drift["unexplained"][-1]))
+    first, last = (drift["lengths"].index(length) for length in ENDS)
     return [
         f"{len(drift['heads'])}",
-        *(f"{x:.0e}" for x in (first, last)),
-        f"{max(drift['growth'][-1]):.3g}",
+        *(f"{statistics.median(drift['unexplained'][place]):.0e}" for place in (first, last)),
+        f"{max(drift['growth'][last]):.3g}",
         *(f"{drift[name]:.0e}" for name in ("mirrors", "decay")),
     ]
 
 
 def spreads(runs: list[dict]) -> list[str]:
-    """For each test set the mean over runs, with the smallest and the largest where they differ."""
-    cells = []
-    for split in runs[0]["results"]:
-        figures = [100 * figure_of(run, split) for run in runs]
-        mean, ends = f"{statistics.mean(figures):.2f}", (min(figures), max(figures))
-        cells.append(mean if ends[0] == ends[1] else f"{mean} [{ends[0]:.2f}, {ends[1]:.2f}]")
-    return cells
+    return [spread([100 * figure_of(run, split) for run in runs]) for split in runs[0]["results"]]
+
+
+def spread(figures: list[float]) -> str:
+    """The mean, with the smallest and the largest where they differ."""
+    mean, ends = f"{statistics.mean(figures):.2f}", (min(figures), max(figures))
+    return mean if ends[0] == ends[1] else f"{mean} [{ends[0]:.2f}, {ends[1]:.2f}]"

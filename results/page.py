@@ -65,8 +65,9 @@ Weights, configurations and cards of the best and the worst seed, by the mean ov
 EXACT = """\
 Beyond the paper: `nplr_exact`, trained by `--preset exact` on words of up to 64 letters, three minutes a run. Final
 accuracy on 512 words of each length, the mean over seeds with their number; in square brackets the smallest and the
-largest. The seeds are others than those that the recipe was found with. [The page on it](../docs/exact.md) says what
-makes it last, and where it does not. `make exact` trains all runs of this section."""
+largest. The seeds are others than those that the recipe was found with. With 100,000 letters there are 128 words, and
+in brackets the number of seeds that have read them (`make results/drift/NAME.json`). [The page on it](../docs/exact.md)
+says what makes it last, and where it does not. `make exact` trains all runs of this section."""
 
 PEERS = """\
 The other models with the same words and updates, learning rate and schedule, with and without label smoothing and the
@@ -263,7 +264,7 @@ def exact_section(records: Records) -> str:
     return "\n\n".join(
         [
             EXACT,
-            exact_tables.groups_table(records),
+            exact_tables.groups_table(records, HERE / "drift"),
             PEERS,
             exact_tables.models_table(records),
             PARTS,

@@ -273,15 +273,16 @@ def test_runs_of_the_preset_for_words_are_in_three_tables(program, place):
     add_exact(place, "nplr_exact", 1, 50.0, " --consistency 0")
     add_exact(place, "gdn", 1, 40.0, " --consistency 0")
     add_exact(place, "nplr_exact", 1, 30.0, task="s3")
-    drift = {"lengths": [64, 128], "heads": [3, 5], "unexplained": [[1e-6, 3e-6], [1e-5, 3e-5]]}
-    drift |= {"growth": [[1, 1], [0.5, 7]], "mirrors": 2e-4, "decay": 0.0}
+    drift = {"lengths": [64, 8192, 100_000], "heads": [3, 5], "right": [1.0, 0.5, 0.25], "mirrors": 2e-4, "decay": 0.0}
+    drift |= {"unexplained": [[1e-6, 3e-6], [1e-5, 3e-5], [1, 1]], "growth": [[1, 1], [0.5, 7], [9, 9]]}
     (place / "drift").mkdir()
-    (place / "drift" / "s4-nplr_exact-seed1-smooth.json").write_text(json.dumps(drift))
+    for name in ("s4-nplr_exact-seed1-smooth", "s4-nplr_exact-seed2"):
+        (place / "drift" / f"{name}.json").write_text(json.dumps(drift))
     groups, models, parts = re.split(r"^(?:The other models|With a part)", exact_section(program), flags=re.MULTILINE)
-    assert [row[:6] for row in cells_of(groups, "")[2:]] == [
-        ["S3", "6", "6", "1", "100.00", "30.00"],
-        ["A4", "12", "12", "1", "100.00", "70.00"],
-        ["S4", "24", "24", "2", "100.00", "85.00 [80.00, 90.00]"],
+    assert [[*row[:6], row[-1]] for row in cells_of(groups, "")[2:]] == [
+        ["S3", "6", "6", "1", "100.00", "30.00", ""],
+        ["A4", "12", "12", "1", "100.00", "70.00", ""],
+        ["S4", "24", "24", "2", "100.00", "85.00 [80.00, 90.00]", "25.00 (1)"],
     ]
     assert [row[:7] for row in cells_of(models, "`")] == [
         ["`s4`", "`nplr_exact`", "0.1", "no", "1", "100.00", "50.00"],
@@ -330,9 +331,10 @@ def test_drift_is_that_of_the_whole_word_before_each_length(program, followed):
     assert found["growth"][0] == [1.0] * 3 and found["growth"][1] == pytest.approx([1.0] * 3, rel=1e-4)
     reads = []
     model.model.layers[0].mixer.out_proj.register_forward_pre_hook(lambda module, inputs: reads.append(inputs[0]))
-    model(rows["input_ids"])
-    for length, parts in zip((64, 640), found["unexplained"], strict=True):
+    logits = model(rows["input_ids"], output_prefix_logits=True).prefix_logits
+    for length, parts, right in zip((64, 640), found["unexplained"], found["right"], strict=True):
         window = slice(length - 64, length)
+        assert right == (logits.argmax(-1) == rows["labels"])[:, length - 1].float().mean()
         wanted = unexplained_parts(reads[-1][:, window], rows["input_ids"][:, window], rows["labels"][:, window], 4)
         assert parts == pytest.approx(wanted[1:].tolist(), rel=1e-3)
 

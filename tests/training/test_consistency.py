@@ -220,6 +220,21 @@ def test_noise_grows_with_the_weight_and_is_a_multiple_of_what_is_unexplained():
     assert noise.mean((0, 1, 3)).abs().max() < 0.05 and noise_like(heads[:1, :1], torch.ones(HEADS)).isfinite().all()
 
 
+def test_a_head_is_disturbed_by_as_much_as_is_unexplained_of_it(trained):
+    model, _, quiet, batch = trained
+    term = Consistency(model, replace(quiet.schedule, noise=5.0))
+    torch.manual_seed(0)
+    read = torch.randn(8, 12, 16, 16)
+    read[:, :, 3] = batch["labels"][..., None].float()
+    term.begin(batch, part=0.5)
+    [disturbed] = term.note(term.projection, (read.flatten(-2),))
+    noise = (disturbed.unflatten(-1, (16, -1)) - read).var((0, 1, 3))
+    assert noise[3] < 1e-6
+    assert noise.tolist() == pytest.approx(
+        (5 * term.unexplained * read.var((0, 1)).mean(-1)).tolist(), rel=0.15, abs=1e-6
+    )
+
+
 def test_the_answers_have_to_do_with_noise_and_the_term_has_not(trained):
     model, _, quiet, batch = trained
     alone = read(model, quiet, batch), quiet.unexplained
