@@ -31,6 +31,7 @@ CHECKPOINTS = HERE.parent / "checkpoints"
 MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact", "nplr_exact_norope")
 SPECIAL = (
     ("shell_pixels", "total_steps 9000, start_swaps 1, max_steps 9000"),
+    ("shell", "rope_per_head false"),
     ("shell_jitter", "rope_per_head false"),
 )
 # Those that are trained on words by a preset of their own, as they are on the page; other groups are for the tables.
