@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification
 
 from mamba3_nplr.datasets_scripts.tasks import make_task
@@ -50,7 +51,7 @@ def measure_drift(model, tokens: torch.Tensor, labels: torch.Tensor, lengths=LEN
     """
     reads, state, start = Reads(model), None, 0
     found = {"lengths": list(lengths), "heads": reads.kept, "right": [], "unexplained": [], "growth": []}
-    for length in lengths:
+    for length in tqdm(lengths, unit="length", disable=None):
         first = length - WINDOW
         for begin, end in [*pieces(start, first), (first, length)]:
             output = model(tokens[:, begin:end], past_key_values=state, use_cache=True)

@@ -13,7 +13,8 @@ from tables import per_cent
 
 MODEL = "nplr_exact"
 ENDS, FARTHEST = (64, 8_192), 100_000  # lengths at which drift is shown, and the last one that is measured
-OF_ALL = {"preset", "task.test_lengths"}  # settings that are the same in all of these runs
+# Settings that are the same in all of these runs, or follow from the group.
+OF_ALL = {"preset", "task.test_lengths", "model.vocab_size", "model.num_labels"}
 OF_BUDGET = {"consistency", "model.label_smoothing"}  # those in which other models are given a choice
 
 
@@ -67,7 +68,7 @@ def models_table(records: Records) -> str:
         if task in compared:
             kind = [f"`{task}`", f"`{list(MODELS)[model]}`", f"{smoothing:g}", "yes" if term else "no"]
             rows.append([*kind, f"{len(runs)}", *spreads(runs)])
-    return markdown(["task", "model", "label smoothing", "term", "seeds", *names], rows)
+    return markdown(["task", "model", "label smoothing", "term", "seeds", *names], rows) if rows else ""
 
 
 def parts_table(records: Records, drifts: Path) -> str:
@@ -86,7 +87,7 @@ def parts_table(records: Records, drifts: Path) -> str:
         figures = [per_cent(figure_of(run, split)) for split in run["results"]]
         rows.append([f"`{run['task']}`", in_words(changes_of(run)) or "the whole", *figures, *drift_cells(drifts, run)])
     head = ["heads", "unexplained at 64", "at 8,192", "growth of the state", "mirrors", "decay"]
-    return markdown(["task", "changed", *names, *head], rows)
+    return markdown(["task", "changed", *names, *head], rows) if rows else ""
 
 
 def is_without_a_part(run: dict) -> bool:

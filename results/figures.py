@@ -17,7 +17,7 @@ from exact_tables import changes_of
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from paper import CONDITIONS, GROUPS, PAPER_NAMES, Paper
-from records import Records, in_words, read_records
+from records import Records, read_records
 
 HERE = Path(__file__).resolve().parent
 
@@ -160,7 +160,7 @@ def draw_losses(records: Records, paper: Paper, path: Path) -> None:
 
 
 def draw_drift(records: Records, paper: Paper, path: Path) -> None:
-    """What is unexplained of what heads read, by length: of the exact model, and of it with a part changed."""
+    """What is unexplained of what heads read, by length: of each exact model, broken lines with a part changed."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     runs = [run for runs in read_records(HERE / "exact").variations.values() for run in runs]
@@ -169,11 +169,11 @@ def draw_drift(records: Records, paper: Paper, path: Path) -> None:
         found = HERE / "drift" / f"{run['name']}.json"
         if found.exists():
             drift = json.loads(found.read_text(encoding="utf-8"))
-            lines[in_words(changes_of(run))] = drift["lengths"], [statistics.median(x) for x in drift["unexplained"]]
+            parts = [statistics.median(x) for x in drift["unexplained"]]
+            lines[run["name"]] = drift["lengths"], parts, "--" if changes_of(run).keys() - {"task.group"} else "-"
     colors = [color for color, _ in LOOKS.values()]
-    for number, (changed, (lengths, parts)) in enumerate(sorted(lines.items())):
-        look = {"linestyle": "-", "linewidth": 3} if not changed else {"linestyle": BROKEN[number // len(colors)]}
-        axes.plot(lengths, parts, marker="o", color=colors[number % len(colors)], label=changed or "the whole", **look)
+    for number, (name, (lengths, parts, style)) in enumerate(lines.items()):
+        axes.plot(lengths, parts, style, marker="o", markersize=3, color=colors[number % len(colors)], label=name)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.set(xscale="log", yscale="log", xlabel="length of the words", ylabel="unexplained part, median over heads")
     if lines:

@@ -261,17 +261,13 @@ def swaps_section(cells: Cells) -> str:
 
 
 def exact_section(records: Records) -> str:
-    return "\n\n".join(
-        [
-            EXACT,
-            exact_tables.groups_table(records, HERE / "drift"),
-            PEERS,
-            exact_tables.models_table(records),
-            PARTS,
-            exact_tables.parts_table(records, HERE / "drift"),
-            "![What is unexplained, by length](drift.png)",
-        ]
-    )
+    parts = [EXACT, exact_tables.groups_table(records, HERE / "drift")]
+    for text, table in (
+        (PEERS, exact_tables.models_table(records)),
+        (PARTS, exact_tables.parts_table(records, HERE / "drift")),
+    ):
+        parts += [text, table or "None is run yet."]
+    return "\n\n".join([*parts, "![What is unexplained, by length](drift.png)"])
 
 
 def coverage(cells: Cells) -> str:

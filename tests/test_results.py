@@ -268,7 +268,7 @@ def cells_of(part, start):
 def test_runs_of_the_preset_for_words_are_in_three_tables(program, place):
     add_exact(place, "nplr_exact", 1, 90.0)
     add_exact(place, "nplr_exact", 2, 80.0)
-    add_exact(place, "nplr_exact", 1, 70.0, " --task.group a4")
+    add_exact(place, "nplr_exact", 1, 70.0, " --task.group a4 --model.vocab_size 12 --model.num_labels 12")
     add_exact(place, "nplr_exact", 1, 60.0, " --model.gate_form smooth")
     add_exact(place, "nplr_exact", 1, 50.0, " --consistency 0")
     add_exact(place, "gdn", 1, 40.0, " --consistency 0")
