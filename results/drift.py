@@ -2,7 +2,7 @@
 How a trained model drifts in words far longer than those of its training: how often it is right, what its heads read
 after words with the same label, and how large their states are.
 
-    python results/drift.py runs/exact/s4-nplr_exact-seed11 --out results/drift/s4-nplr_exact-seed11.json
+    python results/drift.py runs/exact/s4-nplr_exact-seed12 --out results/drift/s4-nplr_exact-seed12.json
 """
 
 import argparse
