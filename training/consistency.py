@@ -90,7 +90,7 @@ class Consistency:
         self.schedule = schedule
         self.heads = model.config.num_heads
         self.batch, self.part = None, 0.0
-        self.unexplained = None  # of each head, of what the model has just read
+        self.unexplained = None  # of each head, of what the model has just read; infinite of dropped ones
         self.parts = []  # the same, of the batches since the last update
         self.projection = getattr(model.base_model.layers[-1].mixer, model.readout_projection)
         self.projection.register_forward_pre_hook(self.note)
@@ -109,15 +109,17 @@ class Consistency:
         if not module.training or self.batch is None or not self.schedule.weight_at(self.part):
             return None
         batch, self.batch = self.batch, None
-        self.unexplained = unexplained_parts(inputs[0], batch["input_ids"], batch["labels"], self.heads)
         kept, read = self.kept_heads(), by_head(inputs[0], self.heads)
+        chosen = read if kept.all() else read[..., kept, :]
+        parts = unexplained_parts(chosen.flatten(-2), batch["input_ids"], batch["labels"], chosen.shape[-2])
+        self.unexplained = parts.new_full((self.heads,), math.inf).masked_scatter(kept, parts)
         noise = self.schedule.noise_at(self.part)
         if noise:
-            read = read + noise_like(read, noise * self.unexplained)
-        elif kept.all():
+            chosen = chosen + noise_like(chosen, noise * parts)
+        if chosen is read:
             return None
-        # Without this the weights of dropped heads would get gradients.
-        return (read.mul(kept[:, None]).flatten(-2),)
+        # Dropped heads read as 0: else their weights, which are 0, would get gradients.
+        return (torch.zeros_like(read).index_copy(-2, kept.nonzero().flatten(), chosen).flatten(-2),)
 
     def kept_heads(self) -> torch.Tensor:
         """Which heads are read, (heads): the weights of the others are 0, in a run that was resumed as well."""
@@ -137,8 +139,7 @@ class Consistency:
         if parts is None:
             return loss
         self.parts.append(parts.detach())
-        kept, weight = self.kept_heads(), self.schedule.weight_at(self.part)
-        term = (parts * kept).sum() / kept.sum()
+        weight, term = self.schedule.weight_at(self.part), parts[self.kept_heads()].mean()
         both = (loss + weight * share * term) / (1 + weight)
         return loss.detach() + (both - both.detach())
 
