@@ -48,6 +48,14 @@ class Claim:
             return False  # whatever the missing ones will say
         return True if all(found.values()) else None
 
+    def settings_with_which_it_holds(self, records: Records) -> dict[str, Records]:
+        """Other settings of the same task and models by what is changed, where they were run with as many seeds."""
+        others = {}
+        for (task, model, changes), runs in records.variations.items():
+            if task == self.task and model in self.models and len(runs) >= len(records.of(task, model)):
+                others.setdefault(changes, Records()).runs[task, model] = runs
+        return {changes: found for changes, found in others.items() if self.holds(found)}
+
     def evidence(self, records: Records, paper: Paper) -> str:
         """Our figures, the means over seeds, the paper's where it has them, and how many seeds there are."""
         found = {place: figures for place, figures in self.figures(records).items() if figures}

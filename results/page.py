@@ -11,7 +11,7 @@ from pathlib import Path
 import exact_tables
 import tables
 from cells import Cells, Place, markdown, read_costs
-from claims import CLAIMS
+from claims import CLAIMS, Claim
 from files import files_table, origin
 from kept import CONFIGURATION, all_kept
 from mamba3_nplr.datasets_scripts.tasks import make_task
@@ -104,7 +104,7 @@ def summary(cells: Cells) -> str:
     for claim in CLAIMS:
         holds = claim.holds(cells.records)
         evidence = f" ({claim.evidence(cells.records, cells.paper)})" if holds is not None else ""
-        groups[holds].append(claim.text + evidence)
+        groups[holds].append(claim.text + evidence + (otherwise(claim, cells) if holds is False else ""))
     names = {True: "What the paper says and holds here", False: "What does not hold here", None: "What is not run yet"}
     lines = [f"**{names[key]}:** {'; '.join(group)}." for key, group in groups.items() if group]
     marks = list(cells.marks.values())
@@ -116,6 +116,13 @@ def summary(cells: Cells) -> str:
         f"{len(by_seed):,} outside where luck may be the reason."
     )
     return "\n\n".join(lines)
+
+
+def otherwise(claim: Claim, cells: Cells) -> str:
+    """With which of the settings that the paper leaves open, or others, a claim holds that else does not."""
+    found = claim.settings_with_which_it_holds(cells.records)
+    figures = [f"{changes} ({claim.evidence(records, cells.paper)})" for changes, records in found.items()]
+    return f", but does with {', and with '.join(figures)}" if figures else ""
 
 
 def outside_section(cells: Cells, remarks: dict[str, str]) -> str:

@@ -234,6 +234,19 @@ def test_the_first_sentences_follow_the_runs(program, place):
     assert "the delta models are near chance" in missing
 
 
+def test_a_claim_names_the_settings_with_which_it_holds(program, place):
+    """Those that were run with as many seeds."""
+    for seed, figure in enumerate((30.0, 40.0)):
+        add_run(place, "z5", "nplr", seed, words(figure))
+    for option, figures in (("dt_min 0.3", (100.0, 99.5)), ("dt_min 0.2", (100.0, 40.0)), ("dt_min 0.1", (100.0,))):
+        for seed, figure in enumerate(figures):
+            command = f"python train_hf.py --task z5 --model nplr --preset paper --seed {seed} --model.{option}"
+            add_run(place, "z5", "nplr", seed, words(figure), command=command, special=[option.replace(" ", "")])
+    found = "(35.00 [30.00, 40.00], paper 100.00; 2 seeds), but does with dt_min 0.3 (99.75 [99.50, 100.00], paper"
+    page = program("page").make_page()
+    assert f"NPLR follows Z5 at the length of training {found}" in page and page.count("but does with") == 1
+
+
 def test_policies_are_shown_on_recorded_episodes_and_where_they_act(program, place):
     by_swaps = {"success_by_swaps": {"0": 1.0, "2": 0.5}}
     results = {split: {"success": x, "chance": 0.2} for split, x in (("test_standard", 0.75), ("test_extended", 0.25))}
