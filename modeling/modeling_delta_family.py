@@ -12,6 +12,7 @@ from .heads import BehaviorCloningMixin, SequenceClassificationMixin, TokenClass
 from .mixers.delta import DeltaMixer
 from .mixers.fused_step import known_to_compiled_code
 from .mixers.joined_projections import project_joined
+from .mixers.linear_maps import apply_linear
 from .mixers.swiglu_cpu import swiglu_cpu
 from .scan.dispatch import check_backend_name, choose_backend
 from .sequence_model import RecurrentBlock, SequenceModel, SequencePreTrainedModel, make_norm
@@ -29,7 +30,7 @@ class SwiGLU(nn.Module):
         if choose_backend(self.config.scan_backend, x.device) == "cpu":
             joined = project_joined(self, ["gate_proj", "up_proj"], x)
             if joined is not None:
-                return self.down_proj(swiglu_cpu(joined))
+                return apply_linear(self.down_proj, swiglu_cpu(joined))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

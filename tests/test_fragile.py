@@ -97,6 +97,7 @@ RELIED_ON = {
     },
     "torch._C._dynamo.guards": {"TensorGuards": "tells whether tensors are still of the kind that they were"},
     "torch._C._functorch": {"peek_interpreter_stack": "tells whether a transform of torch.func is at work"},
+    "torch.ops.mkldnn": {"_linear_pointwise": "matrix products by oneDNN where MKL is slower"},
     "torch.autograd.forward_ad": {"_current_level": "tells whether forward-mode differentiation is at work"},
     "torch.nn.Module": {
         **dict.fromkeys(("_forward_hooks", "_forward_pre_hooks"), "compiled code stands aside for them"),

@@ -29,6 +29,7 @@ from .fused_step import has_global_hooks, has_plain_parameters, known_to_compile
 from .inputs import check_mixer_inputs
 from .joined_projections import project
 from .letters import is_unseen, take_tokens
+from .linear_maps import apply_linear
 from .short_convolution import short_convolution
 
 KEY_EPSILON = 1e-6  # added to the square of the length of queries and keys, which it divides
@@ -103,7 +104,7 @@ class DeltaMixer(nn.Module):
         else:
             sequences = token_order(mask, cu_seqlens, batch, length)
             y, state = compiled(projected, self.weights(), state, sequences, index, **self.options())
-        return self.o_proj(y.to(hidden_states.dtype)), DeltaState(*state)
+        return apply_linear(self.o_proj, y.to(hidden_states.dtype)), DeltaState(*state)
 
     def may_take_letters(self) -> bool:
         """Whether nobody looks at what the maps of single tokens make of each of them."""

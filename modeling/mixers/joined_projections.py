@@ -1,11 +1,11 @@
 """Several linear maps of one input as one matrix product, where that is all they are."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .fused_step import PLAIN_TYPES, bare_weight, submodule
 from .letters import is_seen_by_others, is_unseen
+from .linear_maps import multiply
 
 # With fewer tokens it takes longer to join the matrices than to multiply by each.
 FEWEST_TOKENS = 256
@@ -36,4 +36,4 @@ def project_joined(module: nn.Module, names: list[str], x: torch.Tensor, multipl
     if any(weight.dtype != first.dtype or weight.device != first.device for weight in weights):
         return None
     rest = -sum(len(weight) for weight in weights) % multiple
-    return F.linear(x, torch.cat([*weights, first.new_zeros(rest, first.shape[1])] if rest else weights))
+    return multiply(x, torch.cat([*weights, first.new_zeros(rest, first.shape[1])] if rest else weights))

@@ -42,6 +42,7 @@ from .fused_step import (
 )
 from .inputs import check_mixer_inputs
 from .letters import take_tokens
+from .linear_maps import apply_linear
 from .mamba3_backends import MIXER_BACKENDS
 from .mamba3_cpu import BlockFrame, MixerMatrices, MixerSizes, MixerWeights, PolicyBlock, step_cpu
 from .mamba3_numbers import NUMBERS
@@ -149,16 +150,16 @@ class Mamba3Mixer(nn.Module):
         rows = batch if cu_seqlens is None else len(cu_seqlens) - 1
         state = self.initial_state(hidden_states, rows) if state is None else Mamba3State(*state)
         compiled = MIXER_BACKENDS.get(choose_backend(self.config.scan_backend, hidden_states.device))
-        projected, k, beta = self.in_proj(hidden_states), None, None
+        projected, k, beta = apply_linear(self.in_proj, hidden_states), None, None
         if self.k_proj is not None:
-            k, beta = self.k_proj(hidden_states), self.beta_proj(hidden_states)
+            k, beta = apply_linear(self.k_proj, hidden_states), self.beta_proj(hidden_states)
         if compiled is None or not self.has_bare_norms():
             projected, k, beta = (take_tokens(x, index) for x in (projected, k, beta))
             y, state = self.mix(projected, k, beta, state, mask, cu_seqlens)
         else:
             sequences = token_order(mask, cu_seqlens, batch, length)
             y, state = compiled.mix(projected, k, beta, self.weights(), state, sequences, index, **self.options)
-        return self.out_proj(y.to(hidden_states.dtype)), Mamba3State(*state)
+        return apply_linear(self.out_proj, y.to(hidden_states.dtype)), Mamba3State(*state)
 
     @known_method
     def step(
