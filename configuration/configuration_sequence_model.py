@@ -81,6 +81,10 @@ class SequenceModelConfig(PreTrainedConfig):
         episode_loss (`bool`, defaults to `False`): Whether each episode's loss is divided by its own length before
             the mean over episodes, instead of counting all frames equally.
         label_smoothing (`float`, defaults to 0.0): Label smoothing of the classification losses.
+        embedding_init (`"uniform"` or `"orthogonal"`, defaults to `"uniform"`): What the embeddings of tokens start
+            from: as a linear map of one-hot tokens does, or from vectors of length one, each orthogonal to all others
+            as long as there are no more tokens than hidden channels. What is learned of one token then disturbs no
+            other.
         token_names (`list[str]`, *optional*): Names of the tokens in order, by which pipelines read words as text.
         norm_eps (`float`, defaults to 1e-5): Added to the variance in all norms.
         use_cache (`bool`, defaults to `True`): Whether the model returns its state outside training.
@@ -119,6 +123,7 @@ class SequenceModelConfig(PreTrainedConfig):
     cue_weight: float | int = 1.0
     episode_loss: bool = False
     label_smoothing: float | int = 0.0
+    embedding_init: Literal["uniform", "orthogonal"] = "uniform"
     token_names: list[str] | None = None
     norm_eps: float | int = 1e-5
     use_cache: bool = True

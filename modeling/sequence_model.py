@@ -132,9 +132,7 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
             # block adds to a variance.
             init.kaiming_normal_(module.weight, nonlinearity="relu")
         elif isinstance(module, nn.Embedding):
-            # As a linear map of one-hot tokens.
-            bound = 1 / math.sqrt(module.num_embeddings)
-            init.uniform_(module.weight, -bound, bound)
+            self._init_embeddings(module)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, nn.BatchNorm1d):
@@ -144,6 +142,17 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
             init.zeros_(module.num_batches_tracked)
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
+
+    def _init_embeddings(self, module: nn.Embedding) -> None:
+        if self.config.embedding_init == "uniform":
+            # As a linear map of one-hot tokens.
+            bound = 1 / math.sqrt(module.num_embeddings)
+            init.uniform_(module.weight, -bound, bound)
+        elif module.num_embeddings <= module.embedding_dim:
+            # A channel for each token, so that a rate of its own for each weight is one for each token.
+            init.eye_(module.weight)
+        else:
+            init.orthogonal_(module.weight)
 
 
 class SequenceModel(SequencePreTrainedModel):

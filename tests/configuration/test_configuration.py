@@ -94,6 +94,7 @@ def test_every_field_is_documented():
         ("norm_eps", -1e-5, "at least 1e-12 and at most 1"),
         ("norm_eps", 0, "at least 1e-12 and at most 1"),
         ("input_type", "images", r"\('tokens', 'observations', 'pixels', 'embeddings'\)"),
+        ("embedding_init", "normal", r"\('uniform', 'orthogonal'\)"),
         ("num_rope_pairs", 9, "1 to 8"),
         ("num_rope_pairs", 0, "1 to 8"),
         ("head_dim", 24, "divisor of expand \\* hidden_size = 256"),

@@ -68,6 +68,18 @@ BROKEN = [norm_after, norm_of_the_residual, one_residual_around_all, no_last_nor
 BROKEN += [partial(stack, norm=rms_norm), partial(stack, norm=no_norm)]
 
 
+def first_embeddings(letters, **changes):
+    return Mamba3NPLRModel(Mamba3NPLRConfig(**(SIZES | {"vocab_size": letters} | changes))).embed_tokens.weight.detach()
+
+
+def test_embeddings_start_as_the_configuration_says():
+    assert first_embeddings(25).abs().max() <= 0.2 < 1.01 * first_embeddings(25).abs().max()
+    assert torch.equal(first_embeddings(11, embedding_init="orthogonal"), torch.eye(11, 12))
+    many = first_embeddings(25, embedding_init="orthogonal")  # of 12 channels, each then orthogonal to the others
+    torch.testing.assert_close(many.T @ many, torch.eye(12), rtol=0, atol=1e-5)
+    assert many.any(-1).all()
+
+
 def classify(model, ids, frame):
     """Logits of every prefix, from the embedding to the head without a bias."""
     one_hot = torch.eye(SIZES["vocab_size"], dtype=torch.float64)[ids]
