@@ -132,7 +132,7 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
             # block adds to a variance.
             init.kaiming_normal_(module.weight, nonlinearity="relu")
         elif isinstance(module, nn.Embedding):
-            self._init_embeddings(module)
+            self.init_embeddings(module)
         elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
             init.ones_(module.weight)
         elif isinstance(module, nn.BatchNorm1d):
@@ -143,7 +143,7 @@ class SequencePreTrainedModel(SelfContainedMixin, PreTrainedModel):
         if getattr(module, "bias", None) is not None:
             init.zeros_(module.bias)
 
-    def _init_embeddings(self, module: nn.Embedding) -> None:
+    def init_embeddings(self, module: nn.Embedding) -> None:
         if self.config.embedding_init == "uniform":
             # As a linear map of one-hot tokens.
             bound = 1 / math.sqrt(module.num_embeddings)
