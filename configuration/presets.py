@@ -25,14 +25,16 @@ class ModelPreset:
 
 # Mirrors that neither fade nor grow and are fully on or off; label smoothing keeps pulling once the answers are right.
 LASTING = {"reflection_form": "contractive", "gate_form": "exact", "label_smoothing": 0.1}
-# With turns beside the mirrors, of a first state that no full mirror writes to. Step sizes near 1 let one token turn a
-# plane by any angle.
+# With turns beside the mirrors, of a first state that no full mirror writes to. Step sizes above 1 let one token turn a
+# plane by any angle, half a turn among them, where its gradient does not fade. Of many letters each has a direction of
+# its own, so that what is learned of one does not disturb the others.
 EXACT = LASTING | {
     "injection": "overwrite",
     "initial_state": "learned",
     "rope_per_head": True,
-    "dt_min": 0.3,
-    "dt_max": 1.5,
+    "embedding_init": "orthogonal",
+    "dt_min": 1.2,
+    "dt_max": 3,
     "beta_bias_init": 2.5,
 }
 # Mirrors alone, written to where they reflect.
@@ -123,8 +125,8 @@ PRESETS: dict[str, TrainingPreset] = {
             "lr_scheduler_kwargs": {"power": 3.0},
             "adam_beta2": 0.95,
             "consistency": 1e5,
-            "consistency_start": 0.5,
-            "consistency_full": 0.65,
+            "consistency_start": 0.22,
+            "consistency_full": 0.5,
             "consistency_limit": 0.1,
             "consistency_noise": 1e4,
         },

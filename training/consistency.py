@@ -30,8 +30,9 @@ FIRST_WEIGHT = 1.0
 # Of the whole variance of a head: what it reads beyond the token is rounding below this. With a hundredth, heads could
 # evade the term by reading little but the token.
 TOKEN_ALONE = 1e-6
-LATER = 0.01  # of the limit by which heads are dropped at first
+LATER = 0.2  # of the limit by which heads are dropped at first
 LEAST = 4  # of so many heads one stays at least
+MOST_NOISE = 0.1  # of the variance of a head; more hides the answers
 SMALLEST = 1e-30
 
 
@@ -44,10 +45,10 @@ class Schedule:
     Args:
         weight: At the end.
         start, full: Parts of the run. At the first it begins with 1, and grows by factors up to the second.
-        limit: Heads of which more is unexplained when it begins are dropped, and those of which more than a hundredth
-            of that is when it has grown; a quarter of them stays each time.
-        noise: At the end, the variance of the noise that the answers have to do with, over what is unexplained. It
-            grows with the weight.
+        limit: Heads of which more is unexplained when it begins are dropped, and those of which more than a fifth of
+            that is when it has grown; a quarter of them stays each time.
+        noise: At the end, the variance of the noise that the answers have to do with, over what is unexplained; but
+            never more than a tenth of a head's. It grows with the weight.
     """
 
     weight: float
@@ -115,7 +116,7 @@ class Consistency:
         self.unexplained = parts.new_full((self.heads,), math.inf).masked_scatter(kept, parts)
         noise = self.schedule.noise_at(self.part)
         if noise:
-            chosen = chosen + noise_like(chosen, noise * parts)
+            chosen = chosen + noise_like(chosen, (noise * parts).clamp(max=MOST_NOISE))
         if chosen is read:
             return None
         # Dropped heads read as 0: else their weights, which are 0, would get gradients.

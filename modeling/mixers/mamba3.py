@@ -10,7 +10,7 @@ The Mamba-3 mixer with an input-dependent reflection.
 and with gate_form="exact"
 
     a_t     = relu(softplus(W_a x_t + b_a) - 0.05)  beta_t = clamp(2.2 sigmoid(w_beta x_t + b_beta) - 0.1, 0, 2)
-    omega_t = pi sign(t) relu(|t| - 0.1) / 0.9      t = tanh(W_omega x_t)
+    omega_t = pi sign(t) relu(|t| - 0.1) / 0.9      t = tanh(W_omega x_t), with the gradient pi / 0.9 at rest too
 
     h_t = d_t h_{t-1} - beta_t k_t (k_t' h_{t-1}) + lam_t dt_t B_t u_t' + (1 - lam_t) dt_t d_t B_{t-1} u_{t-1}'
     y_t = C_t' h_t + D u_t
@@ -284,7 +284,9 @@ class Mamba3Mixer(nn.Module):
     def angular_speed(self, angle: torch.Tensor) -> torch.Tensor:
         speed = torch.tanh(angle)
         if self.config.gate_form == "exact":
-            speed = F.softshrink(speed, NUMBERS.angle_shift) / (1 - NUMBERS.angle_shift)
+            # A plane that a token leaves at rest has a gradient all the same: else it could never begin to turn.
+            shrunk = speed + (F.softshrink(speed, NUMBERS.angle_shift) - speed).detach()
+            speed = shrunk / (1 - NUMBERS.angle_shift)
         return math.pi * speed
 
     def rotation(self, dt, angle, state, mask, cu_seqlens):

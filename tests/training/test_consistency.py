@@ -113,7 +113,7 @@ def test_heads_are_dropped_when_it_begins_and_when_it_has_grown(start, steps):
     first = [step for step in range(steps) if step / steps >= start][:1]
     last = [step for step in range(steps) if step / steps >= 0.995][:1]
     wanted = [math.inf] * steps
-    for step, limit in zip(first + last, (0.3, 0.003), strict=False):
+    for step, limit in zip(first + last, (0.3, 0.06), strict=False):
         wanted[step] = limit
     assert [schedule.limit_after(step, steps) for step in range(steps)] == wanted
     assert min(Schedule(1e4, start, 0.995).limit_after(step, steps) for step in range(steps)) == math.inf
@@ -220,19 +220,20 @@ def test_noise_grows_with_the_weight_and_is_a_multiple_of_what_is_unexplained():
     assert noise.mean((0, 1, 3)).abs().max() < 0.05 and noise_like(heads[:1, :1], torch.ones(HEADS)).isfinite().all()
 
 
-def test_a_head_is_disturbed_by_as_much_as_is_unexplained_of_it(trained):
+def test_a_head_is_disturbed_by_as_much_as_is_unexplained_of_it_but_never_drowned(trained):
     model, _, quiet, batch = trained
     term = Consistency(model, replace(quiet.schedule, noise=5.0))
     torch.manual_seed(0)
-    read = torch.randn(8, 12, 16, 16)
+    noise = torch.randn(8, 12, 16, 16)
+    read = batch["labels"][..., None, None] + torch.logspace(-4, 0, 16)[:, None] * noise
     read[:, :, 3] = batch["labels"][..., None].float()
     term.begin(batch, part=0.5)
     [disturbed] = term.note(term.projection, (read.flatten(-2),))
-    noise = (disturbed.unflatten(-1, (16, -1)) - read).var((0, 1, 3))
-    assert noise[3] < 1e-6
-    assert noise.tolist() == pytest.approx(
-        (5 * term.unexplained * read.var((0, 1)).mean(-1)).tolist(), rel=0.15, abs=1e-6
-    )
+    added = (disturbed.unflatten(-1, (16, -1)) - read).var((0, 1, 3)) / read.var((0, 1)).mean(-1)
+    assert added[3] < 1e-6
+    wanted = (5 * term.unexplained).clamp(max=0.1)
+    assert (wanted < 0.05).sum() > 8 and (wanted == 0.1).sum() > 2
+    assert added.tolist() == pytest.approx(wanted.tolist(), rel=0.15, abs=1e-6)
 
 
 def test_the_answers_have_to_do_with_noise_and_the_term_has_not(trained):
@@ -241,7 +242,7 @@ def test_the_answers_have_to_do_with_noise_and_the_term_has_not(trained):
     quiet.projection._forward_pre_hooks.clear()
     loud = Consistency(model, replace(quiet.schedule, noise=5.0))
     losses = torch.stack([read(model, loud, batch) for _ in range(3)])
-    assert (losses > alone[0]).all() and losses.unique().numel() == 3
+    assert torch.stack([alone[0], *losses]).unique().numel() == 4
     assert torch.equal(loud.unexplained, alone[1])
     model.eval()
     assert read(model, loud, batch) == read(model, loud, batch)

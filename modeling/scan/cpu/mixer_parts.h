@@ -119,9 +119,9 @@ class Gates {
         const V tangent = hyperbolic_tangent(x), slope = T(kPi) * (T(1) - tangent * tangent);
         if (!a.A_bias) return {T(kPi) * tangent, slope};
         const T shift = T(a.angle_shift), scale = T(kPi / (1 - a.angle_shift));
-        const V turns = tangent > shift ? all(T(1)) : (tangent < -shift ? all(T(1)) : V{});
+        // The slope at rest is not 0: else a plane at rest could never begin to turn.
         return {scale * (tangent > shift ? tangent - shift : (tangent < -shift ? tangent + shift : V{})),
-                turns * slope / T(1 - a.angle_shift)};
+                slope / T(1 - a.angle_shift)};
     }
 
   private:

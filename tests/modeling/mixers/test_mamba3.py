@@ -102,6 +102,14 @@ def test_exact_gates_reach_their_ends():
     assert speed.tolist() == [-math.pi, 0, 0, 0, math.pi]
 
 
+def test_a_plane_at_rest_can_begin_to_turn():
+    mixer = build(Mamba3NPLRModel, "exact_gates").layers[0].mixer
+    angle = torch.tensor([-0.5, -0.05, 0.0, 0.05, 0.5], dtype=torch.float64, requires_grad=True)
+    [slope] = torch.autograd.grad(mixer.angular_speed(angle).sum(), angle)
+    wanted = math.pi / 0.9 * (1 - angle.tanh().square())
+    assert (slope - wanted).abs().max() < 1e-12
+
+
 def test_the_phase_loses_no_digits_over_long_sequences():
     increment = torch.rand(1, 10_000, 1, 2)
     start = torch.zeros(1, 1, 2)
