@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import platform
 import random
@@ -11,7 +12,9 @@ import struct
 import subprocess
 import sys
 from importlib.metadata import version
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -19,6 +22,9 @@ from transformers import AutoModelForSequenceClassification
 from helpers.model_cases import build
 from helpers.places import ROOT
 from mamba3_nplr import Mamba3NPLRForSequenceClassification
+from mamba3_nplr.datasets_scripts.tasks import make_task
+from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State, rotate
+from mamba3_nplr.modeling.recurrent_cache import read_state
 from mamba3_nplr.training.arguments import parse_run
 from mamba3_nplr.training.consistency import unexplained_parts
 from mamba3_nplr.training.models import new_model
@@ -338,7 +344,7 @@ def followed(program):
 def test_drift_is_that_of_the_whole_word_before_each_length(program, followed):
     model, task = followed
     rows = {name: torch.as_tensor(x).long() for name, x in task.draw("test", 0, 0, 0, 6, 640).items()}
-    found = program("drift").measure_drift(model, rows["input_ids"], rows["labels"], (64, 640))
+    found = program("drift").measure_drift(model, rows["input_ids"], rows["labels"], task, (64, 640))
     assert found["heads"] == [1, 2, 3]
     assert (found["mirrors"], found["decay"]) == (0.0, 0.0)
     assert found["growth"][0] == [1.0] * 3 and found["growth"][1] == pytest.approx([1.0] * 3, rel=1e-4)
@@ -354,13 +360,53 @@ def test_drift_is_that_of_the_whole_word_before_each_length(program, followed):
 
 def test_drift_says_how_far_gates_are_from_whole_ones(program, followed):
     model, _ = followed
+    drift = program("drift")
     with torch.no_grad():
         model.model.layers[0].mixer.beta_proj.bias.copy_(torch.tensor([0.0, 10.0, -10.0, 2.0]))
         model.model.layers[0].mixer.A_bias.fill_(1.0)
-    found = program("drift").gates_of(model, [1, 2, 3])
+    found = drift.gates_of(drift.read_letters(model, [1, 2, 3]))
     assert found["mirrors"] == pytest.approx(2 - (2.2 * torch.tensor(2.0).sigmoid().item() - 0.1), rel=1e-5)
     assert 0.1 < found["decay"] < 1
-    assert program("drift").gates_of(model, [1, 2])["mirrors"] == 0.0
+    assert drift.gates_of(drift.read_letters(model, [1, 2]))["mirrors"] == 0.0
+
+
+@torch.no_grad()
+def test_what_a_letter_does_is_what_the_model_does_with_it(program, followed):
+    """A word as a product of maps, seen as one who turns with the phases; nothing is written by these full mirrors."""
+    model, task = followed
+    drift, mixer, word = program("drift"), model.model.layers[0].mixer, [3, 1, 4, 1, 5]
+    model.double()
+    output = model(torch.tensor([word]), use_cache=True)
+    shapes = mixer.state_shapes(1)
+    state = read_state(output.past_key_values, 0, lambda: shapes)
+    found = rotate(state.h[0].transpose(-1, -2), drift.turn(-state.phase[0])).transpose(-1, -2)
+    maps, wanted = drift.letter_maps(drift.read_letters(model, [0, 1, 2, 3])), mixer.h0
+    for letter in word:
+        wanted = maps[letter] @ wanted
+    assert (found - wanted).abs().max() < 1e-10
+    assert (drift.loops_of(drift.read_letters(model, [0, 1, 2, 3]), state, [0, 1, 2, 3], task)["letters"])[0] > 1e-3
+
+
+def test_angles_of_letters_are_wrong_by_what_repeating_them_shows(program):
+    """Over S3, whose letters 1 and 2 are mirrors: in a plane they are exact 60 degrees apart."""
+    drift, task = program("drift"), make_task("s3")
+    mirrors = [element for element in range(6) if drift.order_of(task.algebra, element) == 2]
+    assert [drift.order_of(task.algebra, element) for element in (0, *mirrors[:1])] == [1, 2]
+
+    def errors(angle, strength=2.0, turned=0.0):
+        two = torch.tensor([0.0, angle], dtype=torch.float64)
+        k = torch.stack([two.cos(), two.sin()], dim=-1)[:, None]
+        gates = [torch.full((2, 1), x, dtype=torch.float64) for x in (1.0, strength, strength)]
+        letters = drift.Letters(*gates, k, torch.full((2, 1, 1), turned, dtype=torch.float64))
+        state = Mamba3State(torch.randn(7, 1, 2, 5), None, None, torch.zeros(7, 1, 1))
+        words = SimpleNamespace(algebra=task.algebra, letters=np.array(mirrors[:2]))
+        found = drift.loops_of(letters, state, [0], words)
+        return found["letters"][0], found["pairs"][0]
+
+    assert max(errors(math.pi / 3)) < 1e-12
+    assert errors(math.pi / 3 + 1e-4) == pytest.approx((0.0, 1e-4), rel=1e-3, abs=1e-12)
+    assert errors(math.pi / 3, turned=1e-4)[0] < 1e-12  # a mirror and a turn are a mirror
+    assert errors(math.pi / 3, strength=2 - 1e-4)[0] > 1e-5
 
 
 def test_differences_from_the_paper_are_those_of_the_records(program, place):
