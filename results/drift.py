@@ -27,6 +27,7 @@ from mamba3_nplr.modeling.recurrent_cache import read_state
 from mamba3_nplr.training import record
 from mamba3_nplr.training.command_line import part
 from mamba3_nplr.training.consistency import by_head, unexplained_parts
+from mamba3_nplr.training.host_memory import keep_memory
 
 LENGTHS = (*(2**n for n in range(6, 14)), 100_000)
 WORDS, WINDOW, PIECE = 128, 64, 512  # words, and positions of them before each length, and in a pass
@@ -179,6 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of a training, with its run.json")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args(arguments)
+    keep_memory()
     settings = json.loads((given.folder / record.RUN).read_text(encoding="utf-8"))["arguments"]
     task = make_task(settings["task"], **part(settings, "task") | {"test_lengths": (LENGTHS[-1],)})
     rows = task.rows(f"test_{LENGTHS[-1]}", 0, WORDS)

@@ -86,7 +86,7 @@ def parts_table(records: Records, drifts: Path) -> str:
         names = lengths_of(run)
         figures = [per_cent(figure_of(run, split)) for split in run["results"]]
         rows.append([f"`{run['task']}`", in_words(changes_of(run)) or "the whole", *figures, *drift_cells(drifts, run)])
-    head = ["heads", "unexplained at 64", "at 8,192", "growth of the state", "mirrors", "decay"]
+    head = ["heads", "unexplained at 64", "at 8,192", "growth of the state", "mirrors", "decay", "a letter", "two"]
     return markdown(["task", "changed", *names, *head], rows) if rows else ""
 
 
@@ -108,13 +108,14 @@ def farthest_cell(runs: list[dict], drifts: Path) -> str:
 def drift_cells(drifts: Path, run: dict) -> list[str]:
     drift = read_drift(drifts, run)
     if drift is None:
-        return [""] * 6
+        return [""] * 8
     first, last = (drift["lengths"].index(length) for length in ENDS)
     return [
         f"{len(drift['heads'])}",
         *(f"{statistics.median(drift['unexplained'][place]):.0e}" for place in (first, last)),
         f"{max(drift['growth'][last]):.3g}",
         *(f"{drift[name]:.0e}" for name in ("mirrors", "decay")),
+        *(f"{statistics.median(drift[name]):.0e}" for name in ("letters", "pairs")),
     ]
 
 

@@ -77,7 +77,10 @@ PARTS = """\
 With a part changed, one seed. *Unexplained* is the median over the heads that are read of what label and token do not
 say of what they read, after words of 64 and of 8,192 letters; *growth* the size of the largest state after 8,192
 letters over that after 64; *mirrors* and *decay* the largest distance, over letters and heads, of a reflection from a
-whole one or none, and of a decay from 1. `make results/drift/NAME.json` measures them."""
+whole one or none, and of a decay from 1; *a letter* and *two* what angles have wrong, in radians a letter, the median
+over heads: how far a state is from where it was after the worst letter, or the worst two in turn, as often as its order
+says. The one is of phases and of each mirror by itself, the other of the angles between mirrors as well.
+`make results/drift/NAME.json` measures them."""
 
 ACTING = """\
 Beyond the paper: `shell_hand`, where a hand that an action moves hides the cups it covers, and `shell_pixels`, where

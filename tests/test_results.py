@@ -294,6 +294,7 @@ def test_runs_of_the_preset_for_words_are_in_three_tables(program, place):
     add_exact(place, "nplr_exact", 1, 30.0, task="s3")
     drift = {"lengths": [64, 8192, 100_000], "heads": [3, 5], "right": [1.0, 0.5, 0.25], "mirrors": 2e-4, "decay": 0.0}
     drift |= {"unexplained": [[1e-6, 3e-6], [1e-5, 3e-5], [1, 1]], "growth": [[1, 1], [0.5, 7], [9, 9]]}
+    drift |= {"letters": [1e-4, 3e-4], "pairs": [2e-4, 4e-4]}
     (place / "drift").mkdir()
     for name in ("s4-nplr_exact-seed1-smooth", "s4-nplr_exact-seed2"):
         (place / "drift" / f"{name}.json").write_text(json.dumps(drift))
@@ -309,9 +310,9 @@ def test_runs_of_the_preset_for_words_are_in_three_tables(program, place):
         ["`s4`", "`gdn`", "0", "no", "1", "100.00", "40.00"],
     ]
     assert [[row[1], row[3], *row[8:]] for row in cells_of(parts, "`s4`")] == [
-        ["the whole", "90.00", *[""] * 6],
-        ["consistency 0", "50.00", *[""] * 6],
-        ["gate_form smooth", "60.00", "2", "2e-06", "2e-05", "7", "2e-04", "0e+00"],
+        ["the whole", "90.00", *[""] * 8],
+        ["consistency 0", "50.00", *[""] * 8],
+        ["gate_form smooth", "60.00", "2", "2e-06", "2e-05", "7", "2e-04", "0e+00", "2e-04", "3e-04"],
     ]
     program("figures").main([str(place / "drift.png")])
     kept = program("kept").exact_seeds(program("records").read_records(place / "exact"))
