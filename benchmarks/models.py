@@ -47,7 +47,7 @@ class Trainee:
         task_name, head = SHAPES[shape]
         task = make_task(task_name)
         preset = MODELS[name]
-        config = AutoConfig.for_model(preset.model_type, **(preset.fields | task.model_fields))
+        config = AutoConfig.for_model(preset.model_type, **(preset.fields_of(task.auto_class) | task.model_fields))
         model_class = getattr(mamba3_nplr, type(config).__name__.removesuffix("Config") + head)
         self.model = model_class(config).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)

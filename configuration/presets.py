@@ -13,6 +13,7 @@ class ModelPreset:
         papers: Where the model comes from, by the names in `CITATIONS`.
         training: Fields of TrainingArguments that this model wants otherwise than the training preset.
         paper_task: Settings of some tasks, by their names, that the paper has otherwise for this model.
+        of_episodes: Fields that a model of episodes has otherwise than one of words.
     """
 
     title: str
@@ -21,6 +22,11 @@ class ModelPreset:
     papers: tuple[str, ...] = ("mamba3",)
     training: dict = field(default_factory=dict)
     paper_task: dict[str, dict] = field(default_factory=dict)
+    of_episodes: dict = field(default_factory=dict)
+
+    def fields_of(self, auto_class: str) -> dict:
+        """The fields of a model with this Auto class."""
+        return self.fields | (self.of_episodes if auto_class == "AutoModelForBehaviorCloning" else {})
 
 
 # Mirrors that neither fade nor grow and are fully on or off; label smoothing keeps pulling once the answers are right.
@@ -37,6 +43,9 @@ EXACT = LASTING | {
     "dt_max": 3,
     "beta_bias_init": 2.5,
 }
+# Most frames of an episode change nothing: a model that starts with steps and mirrors as small as these need not learn
+# to be still first.
+EXACT_OF_EPISODES = {"dt_min": 0.001, "dt_max": 0.1, "beta_bias_init": -2.0}
 # Mirrors alone, written to where they reflect.
 EXACT_NOROPE = LASTING | {"injection": "delta", "use_rope": False, "beta_bias_init": 2.0}
 # The delta family has Gated DeltaNet as its default; the others of the paper go without its convolution and gate.
@@ -50,7 +59,7 @@ MODELS: dict[str, ModelPreset] = {
     "mamba3_4": ModelPreset("Mamba-3, 4 blocks", "mamba3_nplr", {"reflection_rank": 0, "num_hidden_layers": 4}),
     "nplr": ModelPreset("Mamba-3 + NPLR", "mamba3_nplr"),
     "nplr_norope": ModelPreset("Mamba-3 + NPLR, no rotation", "mamba3_nplr", {"use_rope": False}),
-    "nplr_exact": ModelPreset("Mamba-3 + NPLR, exact options", "mamba3_nplr", EXACT),
+    "nplr_exact": ModelPreset("Mamba-3 + NPLR, exact options", "mamba3_nplr", EXACT, of_episodes=EXACT_OF_EPISODES),
     "nplr_exact_norope": ModelPreset("Mamba-3 + NPLR, exact options, no rotation", "mamba3_nplr", EXACT_NOROPE),
     "deltanet": ModelPreset("DeltaNet", "delta_family", UNGATED_DELTA, ("deltanet",)),
     "deltaproduct_2": ModelPreset(

@@ -11,19 +11,22 @@ import numpy as np
 from .counter_random import CounterRandom, split_rows
 from .shell_game_episodes import (
     ACTION_SIZE,
+    CUE,
     CUPS,
     LONGEST_MOTION,
     OBSERVATION_SIZE,
     RESPONSE_FRAMES,
     REVEAL_FRAMES,
     SLOTS,
+    Y,
+    ball_slots,
     chosen_slot,
     describe_episode,
     draw_episode,
     observe,
     slots_after_windows,
 )
-from .task import check_at_least, check_choice, check_flag, check_sizes
+from .task import IGNORED, check_at_least, check_choice, check_flag, check_sizes
 from .task_kinds import BehaviorCloning
 from .task_texts import CardPicture, TaskTexts
 
@@ -218,6 +221,14 @@ class ShellGame(BehaviorCloning):
         short, length = random.uniform(windows + 1) < 0.8, random.uniform(windows + 1)
         waits = np.rint(np.where(short, 8 * length, 16 + 48 * length)).astype(np.int64)
         return waits, motions
+
+    def states(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """The ball's slot in frames in which nothing moves and nothing is revealed, without the cue and with it."""
+        observations = arrays["observations"]
+        inside = np.arange(observations.shape[1]) < arrays["num_frames"][:, None]
+        known = inside & (observations[..., Y:CUE] == 0).all(-1)
+        slots = ball_slots(observations, arrays["swaps"])
+        return {"kinds": observations[..., CUE].astype(np.int64), "states": np.where(known, slots, IGNORED)}
 
     def demonstrate(self, slots, ends, cue, num_frames) -> np.ndarray:
         """Actions (rows, frames, 2): the slot to reach for; after a swap completes, the new one."""

@@ -121,11 +121,20 @@ def draw_episode(axes, row: dict[str, np.ndarray]) -> None:
 
 
 def ball_path(row: dict[str, np.ndarray]) -> np.ndarray:
-    """The ball's slot in every frame, as a position; it changes when a swap is complete."""
-    heights = row["observations"][:, Y : Y + CUPS].max(1)
+    """The ball's slot in every frame, as a position."""
+    return SLOTS[ball_slots(row["observations"][None], row["swaps"][None])[0]]
+
+
+def ball_slots(observations: np.ndarray, swaps: np.ndarray) -> np.ndarray:
+    """
+    The ball's slot in every frame, (rows, frames); it changes when a swap is complete.
+
+    Args:
+        swaps (rows, windows): The left slot of the pair that a window swaps, or -1.
+    """
+    lifted = (observations[..., Y:REVEAL] > 0).any(-1)
     # A swap is complete in the first frame after one with a lifted cup.
-    done = np.cumsum((heights[:-1] > 0) & (heights[1:] == 0))
-    slots = [int(row["observations"][0, 2 * CUPS : CUE].argmax())]
-    for pair in row["swaps"][row["swaps"] >= 0]:
-        slots.append({pair: pair + 1, pair + 1: pair}.get(slots[-1], slots[-1]))
-    return SLOTS[np.array(slots)[np.concatenate([[0], done])]]
+    done = np.cumsum(lifted[:, :-1] & ~lifted[:, 1:], axis=1)
+    swaps = np.take_along_axis(swaps, np.argsort(swaps < 0, axis=1, kind="stable"), axis=1)  # those that are, first
+    slots = slots_after_windows(observations[:, 0, REVEAL:CUE].argmax(-1), swaps, swaps >= 0)
+    return np.take_along_axis(slots, np.pad(done, ((0, 0), (1, 0))), axis=1)

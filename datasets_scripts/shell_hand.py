@@ -78,6 +78,10 @@ class ShellHand(ShellGame):
         guide = CounterRandom(f"{self.key}/hand/{purpose}", seed, step, first_row, rows, 1)
         return drawn | {"led_to": guide.integers(CUPS) if self.guided else drawn["ball_slot"]}
 
+    def states(self, arrays: dict[str, np.ndarray]) -> None:
+        """Not said: which frames are still depends on the hand."""
+        return None
+
     def demonstrate(self, slots, ends, cue, num_frames) -> np.ndarray:
         actions = super().demonstrate(slots, ends, cue, num_frames)
         if self.demonstrator == "reach":

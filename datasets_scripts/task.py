@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from datasets import Features  # slow to import, and not needed to make batches
 
 
+STATE_COLUMNS = ("kinds", "states")  # of `Task.states`
+IGNORED = -100  # a label that does not count, as in torch and transformers
+
+
 @dataclass(frozen=True)
 class Task(ABC):
     """
@@ -57,14 +61,35 @@ class Task(ABC):
     def arrays(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, np.ndarray]:
         """A process's share of the training batch of a step, as columns of the dataset."""
 
-    def batch(self, seed: int, step: int, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
-        """A process's share of the training batch of a step, as arguments of the model."""
+    def batch(
+        self, seed: int, step: int, rank: int = 0, world_size: int = 1, with_states: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """
+        A process's share of the training batch of a step, as arguments of the model; or, with states, what `states`
+        says of it beside them, laid out as they are.
+        """
         check_at_least("step", step, 0)
-        return self.model_inputs(self.arrays(seed, step, rank, world_size))
+        arrays = self.arrays(seed, step, rank, world_size)
+        return self.model_inputs(arrays | (self.states(arrays) if with_states else {}))
 
     def model_inputs(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Columns of the dataset as arguments of the model."""
-        return {name: torch.from_numpy(arrays[name]) for name in (self.input_column, "labels")}
+        return {name: torch.from_numpy(arrays[name]) for name in self.inputs_in(arrays)}
+
+    def inputs_in(self, arrays: dict[str, np.ndarray]) -> list[str]:
+        """The columns that have an entry for each position of what a model reads."""
+        return [self.input_column, "labels", *(name for name in STATE_COLUMNS if name in arrays)]
+
+    def states(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        """
+        What a state has to hold, for a training that makes it last; None where a task does not say.
+
+        Returns:
+            Two columns of whole numbers (rows, length). `states`: what the inputs up to this position come to, whatever
+            they were; -100 where this is not said. `kinds`: which of the inputs this one is, among those that look the
+            same.
+        """
+        return None
 
     def progress(self, step: int) -> float:
         """How far the curriculum has come, from 0 to 1."""

@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 import torch
 
-from .task import Task
+from .task import IGNORED, Task
 from .task_texts import HubNames
 
 TRACKING_EXAMPLE = """from transformers import pipeline
@@ -66,6 +66,9 @@ class PrefixClassification(Task):
             "label2id": {name: number for number, name in enumerate(self.label_names)},
             "token_names": self.token_names,
         }
+
+    def states(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {"kinds": arrays[self.input_column], "states": arrays["labels"]}
 
     def predictions(self, output) -> torch.Tensor:
         return output.prefix_logits.argmax(-1)
@@ -128,20 +131,16 @@ class BehaviorCloning(Task):
     def model_inputs(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
         """Episodes of one length as they are; of different lengths packed, or padded with a mask and labels of -100."""
         inputs = super().model_inputs(arrays)
-        observations, labels = inputs["observations"], inputs["labels"]
-        frames, num_frames = observations.shape[1], self.lengths(arrays).get("observations")
+        frames, num_frames = inputs["observations"].shape[1], self.lengths(arrays).get("observations")
         if num_frames is None or (num_frames == frames).all():
             return inputs
         num_frames = torch.from_numpy(num_frames)
         inside = torch.arange(frames) < num_frames[:, None]
         if self.packed:
-            return {
-                "observations": observations[inside][None],
-                "labels": labels[inside][None],
-                "cu_seqlens": torch.cat([num_frames.new_zeros(1), num_frames.cumsum(0)]),
-            }
-        labels = labels.masked_fill(~inside[..., None], -100.0)
-        return {"observations": observations, "labels": labels, "attention_mask": inside.long()}
+            packed = {name: x[inside][None] for name, x in inputs.items()}
+            return packed | {"cu_seqlens": torch.cat([num_frames.new_zeros(1), num_frames.cumsum(0)])}
+        labels = inputs["labels"].masked_fill(~inside[..., None], IGNORED)
+        return inputs | {"labels": labels, "attention_mask": inside.long()}
 
     @property
     def for_evaluation(self) -> Self:

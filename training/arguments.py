@@ -122,7 +122,7 @@ def resolve(arguments: list[str]) -> Resolved:
     if own["preset"] == "paper":
         settings = settings | model.paper_task.get(own["task"], {})
     task = settle_sizes(checked(make_task, own["task"], **settings | given), values, given)
-    fields = model.fields | task.model_fields | part(overrides, "model")
+    fields = model.fields_of(task.auto_class) | task.model_fields | part(overrides, "model")
     if values["output_dir"] is None:
         values["output_dir"] = f"runs/{own['task']}-{own['model']}-{own['preset']}-seed{values['seed']}"
     return Resolved(own, values, task, fields, by_full_name(own, task, fields, values, defaults))
@@ -210,8 +210,8 @@ def make_schedule(own: dict, task: Task) -> Schedule | None:
     """Of the term that makes a state last, for tasks and models that can have it."""
     if not own["consistency"]:
         return None
-    if task.auto_class != "AutoModelForSequenceClassification":
-        raise UsageError(f"consistency={own['consistency']} is not allowed: {own['task']} has no labels of prefixes.")
+    if task.states(task.rows("validation", 0, 1)) is None:
+        raise UsageError(f"consistency={own['consistency']} is not allowed: {own['task']} does not say what to know.")
     if MODELS[own["model"]].model_type == "input_dependent_s4":
         raise UsageError(f"consistency={own['consistency']} is not allowed: {own['model']} has no heads.")
     limit = own["consistency_limit"] or math.inf

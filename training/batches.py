@@ -15,15 +15,26 @@ class FreshBatches(Dataset):
     Args:
         steps: Updates of the run.
         rank, world_size: Which process this is, of how many.
+        with_states: Whether items hold the columns of `Task.states` as well.
     """
 
-    def __init__(self, task: Task, seed: int, steps: int, accumulation: int = 1, rank: int = 0, world_size: int = 1):
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        steps: int,
+        accumulation: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        with_states: bool = False,
+    ):
         self.task = task
         self.seed = seed
         self.steps = steps
         self.accumulation = accumulation
         self.rank = rank
         self.world_size = world_size
+        self.with_states = with_states
 
     def __len__(self) -> int:
         return self.steps * self.accumulation
@@ -31,7 +42,7 @@ class FreshBatches(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         step, part = divmod(index, self.accumulation)
         share = self.rank * self.accumulation + part
-        return self.task.batch(self.seed, step, share, self.world_size * self.accumulation)
+        return self.task.batch(self.seed, step, share, self.world_size * self.accumulation, self.with_states)
 
     def describe(self, step: int) -> str:
         """Names the batch of a step, for messages."""

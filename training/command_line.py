@@ -37,7 +37,7 @@ class RunArguments:
     )
     consistency: float = field(
         default=0.0,
-        metadata={"help": "weight at the end of the term by which heads read the same after words with the same label"},
+        metadata={"help": "weight at the end of the term by which heads read the same where the same is to be known"},
     )
     consistency_start: float = field(default=0.12, metadata={"help": "part of the run after which it begins, with 1"})
     consistency_full: float = field(default=0.6, metadata={"help": "part of the run after which it has grown"})

@@ -1,6 +1,6 @@
 """
-A term of the loss that makes a state last: after words with the same label and the same last token, each head of a
-mixer must read the same.
+A term of the loss that makes a state last: after words with the same label and the same last token, and in frames of
+episodes that look the same and have to know the same, each head of a mixer must read the same.
 
 The loss of the answers pulls no more once they are right at the lengths of training, and where it still does, it asks
 for more than a state has to give. So what one token adds to the state may be wrong by a thousandth, which nobody sees
@@ -23,13 +23,13 @@ from accelerate import DistributedType
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from ..modeling.losses import IGNORED
+from ..datasets_scripts.task import IGNORED, STATE_COLUMNS
 from .usage import UsageError
 
 FIRST_WEIGHT = 1.0
-# Of the whole variance of a head: what it reads beyond the token is rounding below this. With a hundredth, heads could
-# evade the term by reading little but the token.
-TOKEN_ALONE = 1e-6
+# Of the whole variance of a head: what it reads beyond the input is rounding below this. With a hundredth, heads could
+# evade the term by reading little but the input.
+INPUT_ALONE = 1e-6
 LATER = 0.2  # of the limit by which heads are dropped at first
 LEAST = 4  # of so many heads one stays at least
 MOST_NOISE = 0.1  # of the variance of a head; more hides the answers
@@ -83,36 +83,37 @@ class Schedule:
 class Consistency:
     """
     Args:
-        model: A classifier of this package. What the heads of its last block read is noted while it is trained.
+        model: One of this package. What the heads of its last block read is noted while it is trained.
         schedule: How much the term weighs.
     """
 
     def __init__(self, model: PreTrainedModel, schedule: Schedule):
         self.schedule = schedule
         self.heads = model.config.num_heads
-        self.batch, self.part = None, 0.0
+        self.states, self.part = None, 0.0
         self.unexplained = None  # of each head, of what the model has just read; infinite of dropped ones
         self.parts = []  # the same, of the batches since the last update
         self.projection = getattr(model.base_model.layers[-1].mixer, model.readout_projection)
         self.projection.register_forward_pre_hook(self.note)
 
-    def begin(self, batch: dict[str, torch.Tensor], part: float) -> None:
+    def begin(self, batch: dict[str, torch.Tensor], part: float) -> dict[str, torch.Tensor]:
         """
-        To be called before the model reads a batch.
+        To be called before the model reads a batch; returns what the model is to read.
 
         Args:
-            batch: With a label for each token.
+            batch: Inputs of the model, and beside them the columns of `Task.states`.
             part: How far the run has come, from 0 to 1.
         """
-        self.batch, self.part = batch, part
+        self.states, self.part = (batch["kinds"], batch["states"]), part
+        return without_states(batch)
 
     def note(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
-        if not module.training or self.batch is None or not self.schedule.weight_at(self.part):
+        if not module.training or self.states is None or not self.schedule.weight_at(self.part):
             return None
-        batch, self.batch = self.batch, None
+        (kinds, states), self.states = self.states, None
         kept, read = self.kept_heads(), by_head(inputs[0], self.heads)
         chosen = read if kept.all() else read[..., kept, :]
-        parts = unexplained_parts(chosen.flatten(-2), batch["input_ids"], batch["labels"], chosen.shape[-2])
+        parts = unexplained_parts(chosen.flatten(-2), kinds, states, chosen.shape[-2])
         self.unexplained = parts.new_full((self.heads,), math.inf).masked_scatter(kept, parts)
         noise = self.schedule.noise_at(self.part)
         if noise:
@@ -178,6 +179,10 @@ class DropHeads(TrainerCallback):
             self.consistency.drop_heads(parts, limit, optimizer)
 
 
+def without_states(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x for name, x in batch.items() if name not in STATE_COLUMNS}
+
+
 def by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(..., heads * channels) as (..., heads, channels)."""
     return x.unflatten(-1, (heads, -1))
@@ -190,24 +195,24 @@ def noise_like(read: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
     return torch.randn_like(read) * deviation[:, None].to(read.dtype)
 
 
-def unexplained_parts(read: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor, heads: int) -> torch.Tensor:
+def unexplained_parts(read: torch.Tensor, kinds: torch.Tensor, states: torch.Tensor, heads: int) -> torch.Tensor:
     """
-    How much of what each head reads, beyond the token, is not said by the label, (heads): the variance that is left
-    where label and token are the same, over that where the token is the same.
+    How much of what each head reads, beyond the input, is not said by the state, (heads): the variance that is left
+    where state and kind of input are the same, over that where the kind is the same.
 
     Args:
         read (rows, length, heads * channels): What each head reads.
-        tokens, labels (rows, length): A label of -100 does not count.
+        kinds, states (rows, length): Columns of `Task.states`.
     """
-    counted = (labels != IGNORED).flatten()
-    labels, tokens = labels.flatten()[counted], tokens.flatten()[counted]
+    counted = (states != IGNORED).flatten()
+    states, kinds = states.flatten()[counted], kinds.flatten()[counted]
     read = by_head(read.flatten(0, 1)[counted], heads)  # (tokens, heads, channels)
     read = read.to(torch.promote_types(read.dtype, torch.float32))
-    by_both = squares_around_means(read, labels * (tokens.max() + 1) + tokens)
-    by_token = squares_around_means(read, tokens)
-    overall = squares_around_means(read, torch.zeros_like(tokens))
-    # Of a head that reads the token alone the first two are rounding.
-    return by_both / (by_token + TOKEN_ALONE * overall + SMALLEST)
+    by_both = squares_around_means(read, states * (kinds.max() + 1) + kinds)
+    by_kind = squares_around_means(read, kinds)
+    overall = squares_around_means(read, torch.zeros_like(kinds))
+    # Of a head that reads the input alone the first two are rounding.
+    return by_both / (by_kind + INPUT_ALONE * overall + SMALLEST)
 
 
 def squares_around_means(read: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:

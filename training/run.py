@@ -67,7 +67,8 @@ def train_alone(run: TrainingRun, checkpoint: str | None, cores: int | None) -> 
     model = new_model(run.task, run.config)
     seed = args.seed if args.data_seed is None else args.data_seed
     accumulation = args.gradient_accumulation_steps
-    batches = FreshBatches(run.task, seed, args.max_steps, accumulation, args.process_index, args.world_size)
+    shares = accumulation, args.process_index, args.world_size
+    batches = FreshBatches(run.task, seed, args.max_steps, *shares, with_states=run.consistency is not None)
     # The last batch: no other is longer.
     tokens = batches[len(batches) - 1]["labels"].shape[:2].numel()
     set_threads(args, tokens * model.num_parameters(), cores)

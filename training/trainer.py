@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..modeling.hub.atomic_files import publish_folder, write_atomically
 from ..modeling.hub.contents import write_contents
 from .checkpoints import UNFINISHED, CheckpointError, files_in, last_whole_checkpoint, whole_checkpoints
-from .consistency import Consistency, DropHeads
+from .consistency import Consistency, DropHeads, without_states
 from .finite import NotFiniteError, all_finite, first_not_finite
 
 
@@ -82,7 +82,7 @@ class ResumableTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.consistency is None or return_outputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        self.consistency.begin(inputs, self.state.global_step / self.args.max_steps)
+        inputs = self.consistency.begin(inputs, self.state.global_step / self.args.max_steps)
         found = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         return self.consistency.add_to(found, 1 / self.args.gradient_accumulation_steps)
 
@@ -96,7 +96,8 @@ class ResumableTrainer(Trainer):
 
     def refuse_numbers(self, grad_norm) -> None:
         step = self.state.global_step
-        where = first_not_finite(self.model, self.train_dataset[step * self.args.gradient_accumulation_steps])
+        inputs = without_states(self.train_dataset[step * self.args.gradient_accumulation_steps])
+        where = first_not_finite(self.model, inputs)
         kept = last_whole_checkpoint(self.args.output_dir)
         raise NotFiniteError(
             f"Step {step}: the loss is {float(self.step_loss)}, the gradient norm {float(grad_norm)}. First not "

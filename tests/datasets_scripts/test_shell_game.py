@@ -192,6 +192,32 @@ def test_packed_and_padded_batches_have_the_same_loss():
     assert (batch["labels"] != -100).sum() == 2 * batch["attention_mask"].sum()
 
 
+@pytest.mark.parametrize("name", ["shell", "shell_jitter"])
+def test_a_state_has_to_hold_the_balls_slot_in_frames_that_look_alike(name):
+    task = make_task(name, batch_size=16, demonstrator="track", packed=False)
+    arrays = task.arrays(0, 0)
+    found = task.states(arrays)
+    known, observations = found["states"] != -100, arrays["observations"]
+    for kind, cue in ((0, 0.0), (1, 1.0)):
+        seen = observations[known & (found["kinds"] == kind)]
+        assert len(seen) > 100 and (seen == [*SLOTS, *[0] * 10, cue]).all()
+    # The one that points at the ball in every frame says the same.
+    assert (SLOTS[found["states"][known]] == arrays["labels"][known][:, 0]).all()
+    inside = np.arange(known.shape[1]) < arrays["num_frames"][:, None]
+    assert not known[~inside].any() and not known[:, :5].any() and known[:, 5:].sum() > 0.3 * inside.sum()
+
+
+def test_states_are_laid_out_as_the_inputs_are():
+    padded, packed = (make_task("shell_jitter", batch_size=4, packed=packed) for packed in (False, True))
+    wanted, found = padded.batch(0, 0, with_states=True), packed.batch(0, 0, with_states=True)
+    inside = wanted["attention_mask"].bool()
+    for name in ("kinds", "states"):
+        assert torch.equal(found[name], wanted[name][inside][None])
+    assert (wanted["states"][~inside] == -100).all()
+    assert packed.batch(0, 0).keys() == found.keys() - {"kinds", "states"}
+    assert make_task("shell_hand").states(make_task("shell_hand").arrays(0, 0)) is None
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -18,7 +18,7 @@ def save_player(folder: Path, task: str, model: str, seed: int = 0) -> Path:
     """Saves one as TASK-MODEL-seedSEED, as small as that can be while it still has several heads."""
     preset, wanted = MODELS[model], TASKS[task]
     fields = {"hidden_size": 16, "head_dim": 8, "state_size": 8, "num_rope_pairs": 2}
-    fields |= wanted.model_fields | wanted.model_names | preset.fields
+    fields |= wanted.model_fields | wanted.model_names | preset.fields_of(wanted.auto_class)
     torch.manual_seed(sum(map(ord, task + model)) + seed)
     made = new_model(wanted, AutoConfig.for_model(preset.model_type, **fields))
     place = folder / f"{task}-{model}-seed{seed}"

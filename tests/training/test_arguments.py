@@ -163,7 +163,7 @@ WRONG = {
     "--preset=papr": "preset='papr' is unknown. Did you mean `paper`?",
     "stray": "'stray' is not expected here",
     "--num_train_epochs=3": "--num_train_epochs cannot be used",
-    "--task=shell --consistency=10": "consistency=10.0 is not allowed: shell has no labels of prefixes",
+    "--task=shell_hand --consistency=10": "consistency=10.0 is not allowed: shell_hand does not say what to know",
     "--model=ids4 --consistency=10": "consistency=10.0 is not allowed: ids4 has no heads",
     "--consistency=0.5": "consistency=0.5 is not allowed: it must be 0, or a finite number of at least 1",
     "--consistency=10 --consistency_start=0.7": "consistency_start=0.7 is not allowed: it must be below",
@@ -285,7 +285,7 @@ def test_help_is_about_the_task_and_the_model_that_are_named(task, model, tmp_pa
     ):
         text = help_text(arguments).replace("\n  ", " ")
         assert f"here of {task} (" in text and f"here of {model} (" in text
-        for name, x in [*run.task.settings.items(), *MODELS[model].fields.items()]:
+        for name, x in [*run.task.settings.items(), *MODELS[model].fields_of(run.task.auto_class).items()]:
             assert f" {name}={x!r}" in text, name
 
 

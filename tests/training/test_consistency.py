@@ -82,10 +82,9 @@ def test_the_gradient_is_that_of_both_and_the_value_that_of_the_answers(name):
     run = parse_run(["--task=s3", f"--model={name}", "--task.length=12", "--task.batch_size=8"])
     torch.manual_seed(0)
     model = new_model(run.task, run.config).double().train()
-    batch, weights = run.task.batch(0, 0), list(model.parameters())
+    batch, weights = run.task.batch(0, 0, with_states=True), list(model.parameters())
     term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5))
-    term.begin(batch, part=0.5)
-    answers = model(**batch).loss
+    answers = model(**term.begin(batch, part=0.5)).loss
     part = term.unexplained.mean()
     assert 0.1 < part < 2
     gradients = [torch.autograd.grad(x, weights, retain_graph=True, allow_unused=True) for x in (answers, part)]
@@ -102,8 +101,7 @@ def test_before_it_begins_there_is_only_the_loss():
     run = parse_run(["--task=s3", "--task.length=6", "--task.batch_size=4"])
     model = new_model(run.task, run.config).train()
     term = Consistency(model, Schedule(weight=10.0, start=0.2, full=0.5))
-    term.begin(run.task.batch(0, 0), part=0.1)
-    loss = model(**run.task.batch(0, 0)).loss
+    loss = model(**term.begin(run.task.batch(0, 0, with_states=True), part=0.1)).loss
     assert term.add_to(loss, share=1.0) is loss
 
 
@@ -124,7 +122,7 @@ def trained():
     """A small model after an update that every head had a part in, its optimizer, a batch and the term."""
     run = parse_run(["--task=s3", "--model=nplr_exact", "--task.length=12", "--task.batch_size=8"])
     torch.manual_seed(0)
-    model, batch = new_model(run.task, run.config).train(), run.task.batch(0, 0)
+    model, batch = new_model(run.task, run.config).train(), run.task.batch(0, 0, with_states=True)
     term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5, limit=0.1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     update(model, optimizer, term, batch)
@@ -138,8 +136,7 @@ def update(model, optimizer, term, batch):
 
 
 def read(model, term, batch):
-    term.begin(batch, part=0.5)
-    return model(**batch).loss
+    return model(**term.begin(batch, part=0.5)).loss
 
 
 def test_dropped_heads_are_read_no_more_and_stay_dropped(trained):
@@ -205,8 +202,7 @@ def test_nothing_is_kept_of_an_evaluation():
     run = parse_run(["--task=s3", "--task.length=6", "--task.batch_size=4"])
     model = new_model(run.task, run.config).eval()
     term = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5))
-    term.begin(run.task.batch(0, 0), part=0.4)
-    model(**run.task.batch(0, 0))
+    model(**term.begin(run.task.batch(0, 0, with_states=True), part=0.4))
     assert term.unexplained is None
 
 
