@@ -127,7 +127,7 @@ results/runs/%.json: | setup
 results/rollouts/%.json: | setup
 	$(RUN) train_hf.py evaluate checkpoints/$* --rollouts 1024 --out $@
 
-# How a model of make exact drifts, such as results/drift/s4-nplr_exact-seed15.json
+# How a model of make exact drifts, such as results/drift/s4-nplr_exact-seed18.json
 results/drift/%.json: setup
 	$(RUN) results/drift.py runs/exact/$* --out $@
 

@@ -2,7 +2,7 @@
 How a trained model drifts in words far longer than those of its training: how often it is right, what its heads read
 after words with the same label, how large their states are, and what its letters have wrong: gates, phases, mirrors.
 
-    python results/drift.py runs/exact/s4-nplr_exact-seed15 --out results/drift/s4-nplr_exact-seed15.json
+    python results/drift.py runs/exact/s4-nplr_exact-seed18 --out results/drift/s4-nplr_exact-seed18.json
 """
 
 import argparse

@@ -208,16 +208,24 @@ def unexplained_parts(read: torch.Tensor, kinds: torch.Tensor, states: torch.Ten
     states, kinds = states.flatten()[counted], kinds.flatten()[counted]
     read = by_head(read.flatten(0, 1)[counted], heads)  # (tokens, heads, channels)
     read = read.to(torch.promote_types(read.dtype, torch.float32))
-    by_both = squares_around_means(read, states * (kinds.max() + 1) + kinds)
-    by_kind = squares_around_means(read, kinds)
-    overall = squares_around_means(read, torch.zeros_like(kinds))
-    # Of a head that reads the input alone the first two are rounding.
-    return by_both / (by_kind + INPUT_ALONE * overall + SMALLEST)
+    deviations, kind = around_means(read, kinds)
+    overall = variances(*around_means(read, torch.zeros_like(kinds)))
+    # Each kind of input counts by itself: else a head could close its gate to those on which it is wrong. Of a head that
+    # reads the input alone the variances of kinds are rounding.
+    scale = torch.rsqrt(variances(deviations, kind) + INPUT_ALONE * overall + SMALLEST)
+    left, both = around_means(deviations * scale[kind][..., None], states * (kinds.max() + 1) + kinds)
+    return left.square().sum((0, 2)) / max(1, len(both) - len(both.unique()))
 
 
-def squares_around_means(read: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
-    """The variance of each head, (heads), around its mean over tokens of the same kind; without bias."""
-    _, kind, number = kind.unique(return_inverse=True, return_counts=True)
-    sums = read.new_zeros(len(number), *read.shape[1:]).index_add(0, kind, read)
-    means = sums / number[:, None, None]
-    return (read - means[kind]).square().sum((0, 2)) / (number - 1).sum().clamp(min=1)
+def around_means(read: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is read less its mean over tokens of the same group, and the number of each token's group, without gaps."""
+    _, group, number = group.unique(return_inverse=True, return_counts=True)
+    sums = read.new_zeros(len(number), *read.shape[1:]).index_add(0, group, read)
+    return read - (sums / number[:, None, None])[group], group
+
+
+def variances(deviations: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """Of each head in each group, (groups, heads), without bias and summed over its channels."""
+    number = group.bincount()
+    total = deviations.new_zeros(len(number), deviations.shape[1]).index_add(0, group, deviations.square().sum(-1))
+    return total / (number - 1).clamp(min=1)[:, None]

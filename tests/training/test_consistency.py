@@ -48,6 +48,14 @@ def test_it_is_a_part_of_the_variance_beyond_the_token(words):
     assert (unexplained_parts(rounding, tokens, labels, HEADS) < 1e-3).all()
 
 
+def test_a_head_gains_nothing_by_closing_its_gate_to_a_token_on_which_it_is_wrong(words):
+    tokens, labels, read, noise = words
+    wrong = read + (tokens == 1)[..., None] * noise
+    closed = torch.where((tokens == 1)[..., None], 1e-2 * wrong, wrong)
+    parts = [unexplained_parts(x, tokens, labels, HEADS) for x in (wrong, closed)]
+    assert (parts[0] > 0.03).all() and parts[1] == pytest.approx(parts[0].tolist(), rel=0.05)
+
+
 def test_few_words_do_not_make_it_small(words):
     """Where there are not many more words than kinds of them, their means follow the noise."""
     tokens, labels, _, noise = words
