@@ -148,4 +148,22 @@ PRESETS: dict[str, TrainingPreset] = {
         },
         auto_class="AutoModelForSequenceClassification",
     ),
+    # The term from nearly the start: by it a model learns to be still before it is shown many swaps.
+    "exact_episodes": TrainingPreset(
+        "the shell game: 5,000 updates from learning rate 3e-3, with a term by which a state lasts",
+        COMMON
+        | {
+            "learning_rate": 3e-3,
+            "lr_scheduler_type": "polynomial",
+            "lr_scheduler_kwargs": {"power": 2.0},
+            "adam_beta2": 0.95,
+            "consistency": 1e4,
+            "consistency_start": 0.06,
+            "consistency_full": 0.5,
+            "consistency_limit": 0.5,
+            "consistency_noise": 100.0,
+        },
+        {"total_steps": 5_000, "start_swaps": 1, "curriculum_part": 0.4},
+        auto_class="AutoModelForBehaviorCloning",
+    ),
 }

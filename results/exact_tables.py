@@ -12,9 +12,10 @@ from records import Records, changed_settings, figure_of, in_words
 from tables import per_cent
 
 MODEL = "nplr_exact"
+WORDS, EPISODES = "final_accuracy", "success"  # what is measured of them
 ENDS, FARTHEST = (64, 8_192), 100_000  # lengths at which drift is shown, and the last one that is measured
 # Settings that are the same in all of these runs, or follow from the group.
-OF_ALL = {"preset", "task.test_lengths", "model.vocab_size", "model.num_labels"}
+OF_ALL = {"preset", "task.test_lengths", "task.test_windows", "model.vocab_size", "model.num_labels"}
 OF_BUDGET = {"consistency", "model.label_smoothing"}  # those in which other models are given a choice
 
 
@@ -27,9 +28,13 @@ def everything(records: Records) -> list[dict]:
     return [run for runs in records.variations.values() for run in runs]
 
 
-def plain_runs(records: Records) -> list[dict]:
+def of_metric(records: Records, metric: str) -> list[dict]:
+    return [run for run in everything(records) if run["metric"] == metric]
+
+
+def plain_runs(runs: list[dict]) -> list[dict]:
     """Those of the exact model with the preset as it is, over whatever group."""
-    return [run for run in everything(records) if run["model"] == MODEL and changes_of(run).keys() <= {"task.group"}]
+    return [run for run in runs if run["model"] == MODEL and changes_of(run).keys() <= {"task.group"}]
 
 
 def lengths_of(run: dict) -> list[str]:
@@ -44,7 +49,7 @@ def groups_table(records: Records, drifts: Path) -> str:
         drifts: A folder of what `results/drift.py` has found, by the names of the runs.
     """
     groups, names = {}, []
-    for run in plain_runs(records):
+    for run in plain_runs(of_metric(records, WORDS)):
         task, names = parse_run(shlex.split(run["command"])[2:]).task, lengths_of(run)
         groups.setdefault((task.algebra.order, task.group, len(task.letters)), []).append(run)
     rows = []
@@ -57,7 +62,7 @@ def groups_table(records: Records, drifts: Path) -> str:
 def models_table(records: Records) -> str:
     """All models on the groups that others than the exact one were trained on, with the same updates and words."""
     kinds, names = {}, []
-    for run in everything(records):
+    for run in of_metric(records, WORDS):
         if changes_of(run).keys() <= OF_BUDGET:
             settings, names = parse_run(shlex.split(run["command"])[2:]), lengths_of(run)
             smoothing, term = settings.config.label_smoothing, settings.consistency is not None
@@ -78,9 +83,10 @@ def parts_table(records: Records, drifts: Path) -> str:
     Args:
         drifts: As above.
     """
-    without = [run for run in everything(records) if run["model"] == MODEL and is_without_a_part(run)]
+    runs = of_metric(records, WORDS)
+    without = [run for run in runs if run["model"] == MODEL and is_without_a_part(run)]
     seeds = {(run["task"], run["seed"]) for run in without}
-    whole = [run for run in plain_runs(records) if (run["task"], run["seed"]) in seeds and not changes_of(run)]
+    whole = [run for run in plain_runs(runs) if (run["task"], run["seed"]) in seeds and not changes_of(run)]
     rows, names = [], []
     for run in sorted(whole, key=lambda run: run["name"]) + sorted(without, key=lambda run: in_words(changes_of(run))):
         names = lengths_of(run)
@@ -88,6 +94,20 @@ def parts_table(records: Records, drifts: Path) -> str:
         rows.append([f"`{run['task']}`", in_words(changes_of(run)) or "the whole", *figures, *drift_cells(drifts, run)])
     head = ["heads", "unexplained at 64", "at 8,192", "growth of the state", "mirrors", "decay", "a letter", "two"]
     return markdown(["task", "changed", *names, *head], rows) if rows else ""
+
+
+def episodes_table(records: Records) -> str:
+    """The exact model on episodes, by the number of their windows."""
+    tasks = {}
+    for run in plain_runs(of_metric(records, EPISODES)):
+        tasks.setdefault(run["task"], []).append(run)
+    sizes = {task: parse_run(shlex.split(runs[0]["command"])[2:]).task.test_sizes for task, runs in tasks.items()}
+    windows = sorted({size for of_task in sizes.values() for size in of_task.values()})
+    rows = []
+    for task, runs in sorted(tasks.items()):
+        found = dict(zip(sizes[task].values(), spreads(runs), strict=True))
+        rows.append([f"`{task}`", f"{len(runs)}", *(found.get(size, "") for size in windows)])
+    return markdown(["task", "seeds", *(f"{size:,}" for size in windows)], rows) if rows else ""
 
 
 def is_without_a_part(run: dict) -> bool:

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from exact_tables import changes_of, plain_runs
+from exact_tables import changes_of, everything, plain_runs
 from mamba3_nplr.modeling.hub.atomic_files import write_atomically
 from mamba3_nplr.modeling.hub.contents import write_contents
 from mamba3_nplr.training import record
@@ -29,13 +29,9 @@ from records import Records, read_records
 HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE.parent / "checkpoints"
 MODELS = ("mamba3", "nplr", "nplr_norope", "nplr_exact", "nplr_exact_norope")
-SPECIAL = (
-    ("shell_pixels", "total_steps 9000, start_swaps 1, max_steps 9000"),
-    ("shell", "rope_per_head false"),
-    ("shell_jitter", "rope_per_head false"),
-)
-# Those that are trained on words by a preset of their own, as they are on the page; other groups are for the tables.
-EXACT_TASKS = ("s5_generators", "z5")
+SPECIAL = (("shell_pixels", "total_steps 9000, start_swaps 1, max_steps 9000"),)
+# Those that are trained by presets of their own, as they are on the page; other groups are for the tables.
+EXACT_TASKS = ("s5_generators", "z5", "shell", "shell_jitter")
 WEIGHTS, CONFIGURATION = "model.safetensors", "config.json"
 OF_CODE = ("auto_map", "custom_pipelines")  # in a configuration: where its code lies
 
@@ -58,8 +54,8 @@ def paper_seeds(records: Records) -> list[list[dict]]:
 
 
 def exact_seeds(records: Records) -> list[list[dict]]:
-    """The same of the runs with the preset for words."""
-    plain = [run for run in plain_runs(records) if not changes_of(run)]
+    """The same of the runs with presets of their own."""
+    plain = [run for run in plain_runs(everything(records)) if not changes_of(run)]
     kinds = [[run for run in plain if run["task"] == task] for task in EXACT_TASKS]
     return [runs for runs in kinds if runs]
 

@@ -82,6 +82,11 @@ over heads: how far a state is from where it was after the worst letter, or the 
 says. The one is of phases and of each mirror by itself, the other of the angles between mirrors as well.
 `make results/drift/NAME.json` measures them."""
 
+EPISODES = """\
+The shell game, trained with `--preset exact_episodes` on episodes of 16 windows with at most 16 swaps. Success by the
+number of windows: with fixed timing (`shell`) they hold any number of swaps, with random timing (`shell_jitter`) all of
+them hold one."""
+
 ACTING = """\
 Beyond the paper: `shell_hand`, where a hand that an action moves hides the cups it covers, and `shell_pixels`, where
 the game is seen as pictures of 3 x 32 x 64 bytes ([what they are](../docs/environment.md#actions-that-matter)). One
@@ -277,7 +282,8 @@ def exact_section(records: Records) -> str:
         (PARTS, exact_tables.parts_table(records, HERE / "drift")),
     ):
         parts += [text, table or "None is run yet."]
-    return "\n\n".join([*parts, "![What is unexplained, by length](drift.png)"])
+    parts.append("![What is unexplained, by length](drift.png)")
+    return "\n\n".join([*parts, EPISODES, exact_tables.episodes_table(records) or "None is run yet."])
 
 
 def coverage(cells: Cells) -> str:

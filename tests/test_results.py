@@ -279,6 +279,30 @@ def add_exact(place, model, seed, figure, options="", task="s4"):
     add_run(place, task, model, seed, words(100.0, figure), "exact", command=command, special=special)
 
 
+def add_exact_game(place, task, seed, figures):
+    command = f"python train_hf.py --task {task} --model nplr_exact --preset exact_episodes --seed {seed}"
+    command += f" --task.test_windows [{','.join(map(str, figures))}]"
+    names = {16: "test_standard", 32: "test_extended"} if task == "shell" else {}
+    results = {names.get(size, f"test_{size}"): {"success": x / 100, "chance": 0.2} for size, x in figures.items()}
+    add_run(place, task, "nplr_exact", seed, {}, "exact", command=command, results=results)
+
+
+def test_games_of_the_exact_model_are_shown_by_their_windows(program, place):
+    add_exact_game(place, "shell", 1, {16: 100.0, 1024: 50.0})
+    add_exact_game(place, "shell", 2, {16: 100.0, 1024: 60.0})
+    add_exact_game(place, "shell_jitter", 1, {16: 100.0, 48: 75.0})
+    add_exact(place, "nplr_exact", 1, 90.0)
+    rows = [row for row in cells_of(exact_section(program), "`shell") if len(row) == 5]
+    assert rows == [
+        ["`shell`", "2", "100.00", "", "55.00 [50.00, 60.00]"],
+        ["`shell_jitter`", "1", "100.00", "75.00", ""],
+    ]
+    kept = program("kept").exact_seeds(program("records").read_records(place / "exact"))
+    assert [[run["name"] for run in runs] for runs in kept] == [
+        ["shell-nplr_exact-seed1", "shell-nplr_exact-seed2"], ["shell_jitter-nplr_exact-seed1"],
+    ]  # fmt: skip
+
+
 def cells_of(part, start):
     lines = [line for line in part.splitlines() if line.startswith(f"| {start}")]
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]

@@ -210,8 +210,8 @@ def unexplained_parts(read: torch.Tensor, kinds: torch.Tensor, states: torch.Ten
     read = read.to(torch.promote_types(read.dtype, torch.float32))
     deviations, kind = around_means(read, kinds)
     overall = variances(*around_means(read, torch.zeros_like(kinds)))
-    # Each kind of input counts by itself: else a head could close its gate to those on which it is wrong. Of a head that
-    # reads the input alone the variances of kinds are rounding.
+    # Each kind of input counts by itself: else a head could close its gate to those on which it is wrong. Of a head
+    # that reads the input alone the variances of kinds are rounding.
     scale = torch.rsqrt(variances(deviations, kind) + INPUT_ALONE * overall + SMALLEST)
     left, both = around_means(deviations * scale[kind][..., None], states * (kinds.max() + 1) + kinds)
     return left.square().sum((0, 2)) / max(1, len(both) - len(both.unique()))
