@@ -126,7 +126,7 @@ PRESETS: dict[str, TrainingPreset] = {
     # Short words first, and many: in them a model finds the group, which takes long where there are sixty letters. What
     # is left of a rate that falls as far as this brings mirrors and turns to where they belong, to the last digits.
     "exact": TrainingPreset(
-        "words: 4,000 updates from learning rate 1e-2, with a term by which a state lasts",
+        "words: 4,000 updates from 1e-2, with a term by which a state lasts",
         COMMON
         | {
             "learning_rate": 1e-2,
@@ -150,7 +150,7 @@ PRESETS: dict[str, TrainingPreset] = {
     ),
     # The term from nearly the start: by it a model learns to be still before it is shown many swaps.
     "exact_episodes": TrainingPreset(
-        "the shell game: 5,000 updates from learning rate 3e-3, with a term by which a state lasts",
+        "shell game: 5,000 from 3e-3, with it",
         COMMON
         | {
             "learning_rate": 3e-3,

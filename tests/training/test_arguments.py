@@ -38,8 +38,8 @@ def test_every_model_fits_every_task(task, preset):
             parse_run([f"--task={task}", f"--preset={preset}"])
         return
     for model in MODELS:
-        if model == "ids4" and preset == "exact":
-            continue  # it has no heads, which is an error of its own
+        if preset.startswith("exact") and (model == "ids4" or task == "shell_hand"):
+            continue  # without heads, or without states that are known, which are errors of their own
         run = parse_run([f"--task={task}", f"--model={model}", f"--preset={preset}"])
         assert run.args.max_steps == run.task.total_steps
         assert run.args.per_device_train_batch_size == run.task.batch_size
