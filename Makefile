@@ -112,7 +112,7 @@ results/main.json results/sanity.json: results/%.json: setup
 reproduce: setup
 	$(RUN) results/reproduce.py --runs '$(RUNS)' $(OPTIONS)
 
-# The same for words of groups with the exact options, such as make exact RUNS='s4-*'
+# The same for words of groups and episodes with the exact options, such as make exact RUNS='s4-*'
 exact: setup
 	$(RUN) results/reproduce.py --list results/exact.txt --results results/exact/ --folder runs/exact --runs '$(RUNS)' $(OPTIONS)
 
@@ -130,6 +130,10 @@ results/rollouts/%.json: | setup
 # How a model of make exact drifts, such as results/drift/s4-nplr_exact-seed18.json
 results/drift/%.json: setup
 	$(RUN) results/drift.py runs/exact/$* --out $@
+
+# A policy of make exact in very long episodes, such as results/long_games/shell_jitter-nplr_exact-seed18.json
+results/long_games/%.json: setup
+	$(RUN) results/long_games.py runs/exact/$* --out $@
 
 # What each of them would take on one core of this machine, from measured updates.
 results/costs.json: setup

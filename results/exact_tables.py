@@ -110,6 +110,23 @@ def episodes_table(records: Records) -> str:
     return markdown(["task", "seeds", *(f"{size:,}" for size in windows)], rows) if rows else ""
 
 
+def long_games_table(folder: Path) -> str:
+    """
+    Policies in very long episodes.
+
+    Args:
+        folder: Of what `results/long_games.py` has found.
+    """
+    rows, head = [], []
+    for path in sorted(folder.glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        head = [f"{kind} {size:,}" for kind in ("fixed", "random") for size in found["windows"]]
+        head += [f"wait {wait:,}" for wait in found["waits"][1:]] + [f"moved in {found['waits'][-1]:,}"]
+        success = [*found["shell"], *found["shell_jitter"], *found["after_waits"][1:]]
+        rows.append([f"`{path.stem}`", *(per_cent(x) for x in success), f"{found['moved'][-1]:.0e}"])
+    return markdown(["policy", *head], rows) if rows else ""
+
+
 def is_without_a_part(run: dict) -> bool:
     return bool(changes_of(run).keys() - {"task.group"})
 

@@ -87,6 +87,12 @@ The shell game, trained with `--preset exact_episodes` on episodes of 16 windows
 number of windows: with fixed timing (`shell`) they hold any number of swaps, with random timing (`shell_jitter`) all of
 them hold one."""
 
+LONG_GAMES = """\
+Policies in 128 episodes with far more windows, with fixed and with random timing whatever they were trained with, and
+in standard episodes with a wait of so many frames more before the cue. *Moved* is how far what heads read is then from
+where it was before that wait, as a part of its variance over episodes, the median over heads: 0 is still, 2 is lost.
+`make results/long_games/NAME.json` measures them."""
+
 ACTING = """\
 Beyond the paper: `shell_hand`, where a hand that an action moves hides the cups it covers, and `shell_pixels`, where
 the game is seen as pictures of 3 x 32 x 64 bytes ([what they are](../docs/environment.md#actions-that-matter)). One
@@ -283,7 +289,12 @@ def exact_section(records: Records) -> str:
     ):
         parts += [text, table or "None is run yet."]
     parts.append("![What is unexplained, by length](drift.png)")
-    return "\n\n".join([*parts, EPISODES, exact_tables.episodes_table(records) or "None is run yet."])
+    for text, table in (
+        (EPISODES, exact_tables.episodes_table(records)),
+        (LONG_GAMES, exact_tables.long_games_table(HERE / "long_games")),
+    ):
+        parts += [text, table or "None is run yet."]
+    return "\n\n".join(parts)
 
 
 def coverage(cells: Cells) -> str:

@@ -8,6 +8,7 @@ import platform
 import random
 import re
 import shutil
+import statistics
 import struct
 import subprocess
 import sys
@@ -19,9 +20,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from helpers.made_players import save_player
 from helpers.model_cases import build
 from helpers.places import ROOT
-from mamba3_nplr import Mamba3NPLRForSequenceClassification
+from mamba3_nplr import AutoModelForBehaviorCloning, Mamba3NPLRForSequenceClassification
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from mamba3_nplr.modeling.mixers.mamba3 import Mamba3State, rotate
 from mamba3_nplr.modeling.recurrent_cache import read_state
@@ -31,7 +33,8 @@ from mamba3_nplr.training.models import new_model
 from mamba3_nplr.training.record import MATHEMATICS
 
 RESULTS = ROOT / "results"
-MODULES = ("cells", "claims", "drift", "exact_tables", "figures", "files", "kept", "page", "paper", "records", "tables")
+MODULES = ("cells", "claims", "drift", "exact_tables", "figures", "files", "kept", "long_games", "page", "paper")
+MODULES += ("records", "tables")
 PICTURES = ("words.png", "swaps.png", "jitter.png", "z5.png", "drift.png")
 
 
@@ -432,6 +435,37 @@ def test_angles_of_letters_are_wrong_by_what_repeating_them_shows(program):
     assert errors(math.pi / 3 + 1e-4) == pytest.approx((0.0, 1e-4), rel=1e-3, abs=1e-12)
     assert errors(math.pi / 3, turned=1e-4)[0] < 1e-12  # a mirror and a turn are a mirror
     assert errors(math.pi / 3, strength=2 - 1e-4)[0] > 1e-5
+
+
+@torch.no_grad()
+def test_waits_are_those_of_episodes_with_so_many_frames_more(program, tmp_path):
+    policy = AutoModelForBehaviorCloning.from_pretrained(save_player(tmp_path, "shell", "nplr_exact")).eval()
+    found = program("long_games").success_after_waits(policy, (0, 7, 30), episodes=8)
+    rows = make_task("shell", test_size=8).rows("test_standard", 0, 8)
+    observations, reads = torch.from_numpy(rows["observations"]), []
+    policy.model.layers[0].mixer.out_proj.register_forward_pre_hook(lambda module, inputs: reads.append(inputs[0]))
+    for wait, right in zip((0, 7, 30), found["after_waits"], strict=True):
+        still = observations[:, -13:-12].expand(-1, wait, -1)
+        waited = torch.cat([observations[:, :-12], still, observations[:, -12:]], dim=1)
+        wanted = task_metric(rows | {"num_frames": rows["num_frames"] + wait}, policy(observations=waited).actions)
+        assert right == wanted
+    first, _, last = (read[:, -13].unflatten(-1, (policy.config.num_heads, -1)) for read in reads)
+    moved = (last - first).square().sum((0, 2)) / (first - first.mean(0)).square().sum((0, 2))
+    assert found["moved"][0] == 0 and found["moved"][2] == pytest.approx(statistics.median(moved.tolist()), rel=1e-3)
+
+
+def task_metric(rows, actions):
+    return make_task("shell").metrics(actions.numpy(), rows)["success"]
+
+
+def test_policies_in_long_games_are_shown(program, place):
+    found = {"windows": [16, 1024], "shell": [1.0, 0.5], "shell_jitter": [1.0, 0.25], "waits": [0, 1000]}
+    found |= {"after_waits": [1.0, 0.75], "moved": [0.0, 3e-6]}
+    (place / "long_games").mkdir()
+    (place / "long_games" / "shell-nplr_exact-seed1.json").write_text(json.dumps(found))
+    assert cells_of(exact_section(program), "`shell-nplr_exact-seed1`") == [
+        ["`shell-nplr_exact-seed1`", "100.00", "50.00", "100.00", "25.00", "75.00", "3e-06"]
+    ]
 
 
 def test_differences_from_the_paper_are_those_of_the_records(program, place):
