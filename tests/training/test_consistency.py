@@ -105,6 +105,21 @@ def test_the_gradient_is_that_of_both_and_the_value_that_of_the_answers(name):
         assert (x - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
+def test_in_episodes_it_is_that_of_frames_at_rest_however_they_are_laid_out():
+    found = []
+    for packed in ("true", "false"):
+        run = parse_run(["--task=shell_jitter", "--model=nplr_exact", "--task.batch_size=6", f"--task.packed={packed}"])
+        torch.manual_seed(0)
+        model, batch = new_model(run.task, run.config).train(), run.task.batch(0, 0, with_states=True)
+        term, reads = Consistency(model, Schedule(weight=10.0, start=0.0, full=0.5)), []
+        term.projection.register_forward_pre_hook(lambda module, inputs, reads=reads: reads.append(inputs[0]))
+        assert model(**term.begin(batch, part=0.5)).loss.isfinite()
+        found.append(term.unexplained)
+        wanted = unexplained_parts(reads[0], batch["kinds"], batch["states"], term.heads)
+        assert torch.equal(term.unexplained, wanted) and (wanted > 0.1).all()
+    assert found[0].tolist() == pytest.approx(found[1].tolist(), rel=1e-4)
+
+
 def test_before_it_begins_there_is_only_the_loss():
     run = parse_run(["--task=s3", "--task.length=6", "--task.batch_size=4"])
     model = new_model(run.task, run.config).train()
