@@ -151,7 +151,7 @@ PRESETS: dict[str, TrainingPreset] = {
     # The term from nearly the start: by it a model learns to be still before it is shown many swaps. The loss of actions
     # has no floor, so a term that weighed more would be all: heads came to tell apart fewer slots, which is easier.
     "exact_episodes": TrainingPreset(
-        "shell game: 4,000 from 3e-3, with it",
+        "shell game: 6,000 from 3e-3, with it",
         COMMON
         | {
             "learning_rate": 3e-3,
@@ -160,11 +160,11 @@ PRESETS: dict[str, TrainingPreset] = {
             "adam_beta2": 0.95,
             "consistency": 100.0,
             "consistency_start": 0.06,
+            "consistency": 100.0,
+            "consistency_start": 0.04,
             "consistency_full": 0.3,
-            "consistency_limit": 0.1,
-            "consistency_drop": 0.25,
         },
-        {"total_steps": 4_000, "start_swaps": 1, "curriculum_part": 0.4},
+        {"total_steps": 6_000, "start_swaps": 1, "curriculum_part": 0.6},
         auto_class="AutoModelForBehaviorCloning",
     ),
 }

@@ -216,7 +216,7 @@ def make_schedule(own: dict, task: Task) -> Schedule | None:
         raise UsageError(f"consistency={own['consistency']} is not allowed: {own['model']} has no heads.")
     limit = own["consistency_limit"] or math.inf
     numbers = own["consistency"], own["consistency_start"], own["consistency_full"], limit, own["consistency_noise"]
-    return checked(Schedule, *numbers, own["consistency_drop"] or None)
+    return checked(Schedule, *numbers)
 
 
 def check_best_metric(args: TrainingArguments, task: Task) -> None:

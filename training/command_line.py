@@ -45,9 +45,6 @@ class RunArguments:
         default=0.0,
         metadata={"help": "heads of which a larger part than this is unexplained are read no more; 0: all are read"},
     )
-    consistency_drop: float = field(
-        default=0.0, metadata={"help": "part of the run after which they first are; 0: when the term begins"}
-    )
     consistency_noise: float = field(
         default=0.0,
         metadata={"help": "variance of noise in what heads read, over what is unexplained; it grows with the weight"},

@@ -45,9 +45,8 @@ class Schedule:
     Args:
         weight: At the end.
         start, full: Parts of the run. At the first it begins with 1, and grows by factors up to the second.
-        limit: Heads of which more is unexplained at `drop` are dropped, and those of which more than a fifth of that is
-            when the term has grown; a quarter of them stays each time.
-        drop: Part of the run, up to `full`; None for `start`.
+        limit: Heads of which more is unexplained when it begins are dropped, and those of which more than a fifth of
+            that is when it has grown; a quarter of them stays each time.
         noise: At the end, the variance of the noise that the answers have to do with, over what is unexplained; but
             never more than a tenth of a head's. It grows with the weight.
     """
@@ -57,17 +56,11 @@ class Schedule:
     full: float
     limit: float = math.inf
     noise: float = 0.0
-    drop: float | None = None
 
     def __post_init__(self):
         if not self.start < self.full:
             raise ValueError(
                 f"consistency_start={self.start} is not allowed: it must be below consistency_full={self.full}."
-            )
-        if self.drop is not None and not self.start <= self.drop < self.full:
-            raise ValueError(
-                f"consistency_drop={self.drop} is not allowed: it must be from consistency_start={self.start} to below "
-                f"consistency_full={self.full}, or 0."
             )
 
     def weight_at(self, part: float) -> float:
@@ -82,7 +75,7 @@ class Schedule:
     def limit_after(self, step: int, steps: int) -> float:
         """By which heads are dropped after update `step` of a run, from 0; infinite after most of them."""
         before, now = (step - 1) / steps, step / steps
-        if before < (self.start if self.drop is None else self.drop) <= now:
+        if before < self.start <= now:
             return self.limit
         return LATER * self.limit if before < self.full <= now else math.inf
 
@@ -170,7 +163,7 @@ class Consistency:
 
 
 class DropHeads(TrainerCallback):
-    """Drops heads after the updates that the schedule names, by what all processes saw."""
+    """Drops heads after the first update with the term and the first with all of it, by what all processes saw."""
 
     def __init__(self, consistency: Consistency, accelerator):
         if accelerator.distributed_type == DistributedType.FSDP and consistency.schedule.limit < math.inf:

@@ -17,7 +17,6 @@ LIMITS: dict[str, Limit] = {
     "consistency": ("0, or a finite number of at least 1", lambda x: x == 0 or 1 <= x < math.inf),
     "consistency_start": BELOW_1,
     "consistency_full": ("above 0 and at most 1", lambda x: 0 < x <= 1),
-    "consistency_drop": BELOW_1,
     "consistency_limit": FROM_0,
     "consistency_noise": FROM_0,
     "per_device_train_batch_size": WHOLE_FROM_1,
