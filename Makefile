@@ -131,7 +131,7 @@ results/rollouts/%.json: | setup
 results/drift/%.json: setup
 	$(RUN) results/drift.py runs/exact/$* --out $@
 
-# A policy of make exact in very long episodes, such as results/long_games/shell_jitter-nplr_exact-seed18.json
+# A policy of make exact in very long episodes, such as results/long_games/shell_jitter-nplr_exact-seed24.json
 results/long_games/%.json: setup
 	$(RUN) results/long_games.py runs/exact/$* --out $@
 

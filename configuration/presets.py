@@ -148,8 +148,8 @@ PRESETS: dict[str, TrainingPreset] = {
         },
         auto_class="AutoModelForSequenceClassification",
     ),
-    # The term from nearly the start: by it a model learns to be still before it is shown many swaps. The loss of actions
-    # has no floor, so a term that weighed more would be all: heads came to tell apart fewer slots, which is easier.
+    # The term from nearly the start: by it a model learns to be still before it is shown many swaps. The loss of
+    # actions has no floor, so a term that weighed more would be all there is: heads then tell fewer slots apart.
     "exact_episodes": TrainingPreset(
         "shell game: 6,000 from 3e-3, with it",
         COMMON
@@ -158,8 +158,6 @@ PRESETS: dict[str, TrainingPreset] = {
             "lr_scheduler_type": "polynomial",
             "lr_scheduler_kwargs": {"power": 2.0},
             "adam_beta2": 0.95,
-            "consistency": 100.0,
-            "consistency_start": 0.06,
             "consistency": 100.0,
             "consistency_start": 0.04,
             "consistency_full": 0.3,

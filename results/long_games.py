@@ -2,7 +2,7 @@
 How a policy of the shell game fares in episodes far longer than those of its training: with more windows, and with a
 wait before the cue in which nothing moves.
 
-    python results/long_games.py runs/exact/shell_jitter-nplr_exact-seed18 --out results/long_games/NAME.json
+    python results/long_games.py runs/exact/shell_jitter-nplr_exact-seed24 --out results/long_games/NAME.json
 """
 
 import argparse
