@@ -74,8 +74,8 @@ def measure_drift(model, tokens: torch.Tensor, labels: torch.Tensor, task, lengt
         if length == lengths[0]:
             first_state = Mamba3State(*(x.clone() for x in kept))  # the cache is overwritten in place
         found["growth"].append([kept.h[:, head].norm(dim=(1, 2)).mean().item() for head in reads.kept])
-    smallest = found["growth"][0]
-    found["growth"] = [[x / y for x, y in zip(sizes, smallest, strict=True)] for sizes in found["growth"]]
+    first = [size or 1.0 for size in found["growth"][0]]  # a head may have a state of 0, which stays
+    found["growth"] = [[x / y for x, y in zip(sizes, first, strict=True)] for sizes in found["growth"]]
     letters = read_letters(model, reads.kept)
     return found | gates_of(letters) | loops_of(letters, first_state, reads.kept, task)
 
@@ -143,10 +143,11 @@ def letter_maps(letters: Letters) -> torch.Tensor:
 
 
 def content_of(state: Mamba3State, heads: list[int]) -> torch.Tensor:
-    """Mean products of the coordinates of states, (heads, state, state), seen as above; their traces are 1."""
+    """Mean products of the coordinates of states, (heads, state, state), seen as above; the trace is 1, or 0 of none."""
     h = rotate(state.h[:, heads].transpose(-1, -2), turn(-state.phase[:, heads])).double()
     products = torch.einsum("whpi,whpj->hij", h, h)
-    return products / products.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    traces = products.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return products / torch.where(traces == 0, 1, traces)[:, None, None]
 
 
 def turn(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -386,6 +386,16 @@ def test_drift_is_that_of_the_whole_word_before_each_length(program, followed):
         assert parts == pytest.approx(wanted[1:].tolist(), rel=1e-3)
 
 
+def test_a_head_without_a_state_is_no_obstacle(program, followed):
+    model, task = followed
+    with torch.no_grad():
+        model.model.layers[0].mixer.h0[1] = 0
+    rows = {name: torch.as_tensor(x).long() for name, x in task.draw("test", 0, 0, 0, 6, 128).items()}
+    found = program("drift").measure_drift(model, rows["input_ids"], rows["labels"], task, (64, 128))
+    assert found["growth"][1] == pytest.approx([0, 1, 1], rel=1e-4)
+    assert np.isfinite(found["letters"] + found["pairs"]).all()
+
+
 def test_drift_says_how_far_gates_are_from_whole_ones(program, followed):
     model, _ = followed
     drift = program("drift")
