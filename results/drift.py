@@ -143,7 +143,7 @@ def letter_maps(letters: Letters) -> torch.Tensor:
 
 
 def content_of(state: Mamba3State, heads: list[int]) -> torch.Tensor:
-    """Mean products of the coordinates of states, (heads, state, state), seen as above; the trace is 1, or 0 of none."""
+    """Mean products of the coordinates of states, (heads, state, state), seen as above; of trace 1, or 0."""
     h = rotate(state.h[:, heads].transpose(-1, -2), turn(-state.phase[:, heads])).double()
     products = torch.einsum("whpi,whpj->hij", h, h)
     traces = products.diagonal(dim1=-2, dim2=-1).sum(-1)
