@@ -131,9 +131,9 @@ results/rollouts/%.json: | setup
 results/drift/%.json: setup
 	$(RUN) results/drift.py runs/exact/$* --out $@
 
-# A policy of make exact in very long episodes, such as results/long_games/shell_jitter-nplr_exact-seed24.json
+# A policy of checkpoints/ in very long episodes, such as results/long_games/shell_jitter-nplr_exact-seed24.json
 results/long_games/%.json: setup
-	$(RUN) results/long_games.py runs/exact/$* --out $@
+	$(RUN) results/long_games.py checkpoints/$* --out $@
 
 # What each of them would take on one core of this machine, from measured updates.
 results/costs.json: setup

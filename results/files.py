@@ -25,7 +25,10 @@ FILES = {
     ),
     "exact/": ("make exact", "runs of words of groups and of the shell game with the exact options"),
     "drift/NAME.json": ("make results/drift/NAME.json", "how far a model of `make exact` drifts in words"),
-    "long_games/NAME.json": ("make results/long_games/NAME.json", "one of its policies in very long episodes"),
+    "long_games/TASK-MODEL-seedSEED.json": (
+        "make results/long_games/TASK-MODEL-seedSEED.json",
+        "a policy of `checkpoints/` in very long episodes",
+    ),
     "main.json": ("make results/main.json", "the comparison in the README of the repository"),
     "sanity.json": ("make results/sanity.json", "every model on short words"),
     "cpu.json": ("make results/cpu.json", "the block on a processor with each scan; with `docs/cpu.png`"),

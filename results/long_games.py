@@ -2,7 +2,7 @@
 How a policy of the shell game fares in episodes far longer than those of its training: with more windows, and with a
 wait before the cue in which nothing moves.
 
-    python results/long_games.py runs/exact/shell_jitter-nplr_exact-seed24 --out results/long_games/NAME.json
+    python results/long_games.py checkpoints/shell_jitter-nplr_exact-seed24 --out results/long_games/NAME.json
 """
 
 import argparse
@@ -76,7 +76,7 @@ def moved_part(first: torch.Tensor, now: torch.Tensor) -> list[float]:
 def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(description="Measures a policy of the shell game in very long episodes.")
-    parser.add_argument("folder", type=Path, help="of a training")
+    parser.add_argument("folder", type=Path, help="of a trained policy")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args(arguments)
     keep_memory()
