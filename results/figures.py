@@ -17,7 +17,7 @@ from exact_tables import changes_of
 from mamba3_nplr.datasets_scripts.shell_game import no_tracking_prior
 from mamba3_nplr.datasets_scripts.tasks import make_task
 from paper import CONDITIONS, GROUPS, PAPER_NAMES, Paper
-from records import Records, read_records
+from records import Records, in_words, read_records
 
 HERE = Path(__file__).resolve().parent
 
@@ -36,6 +36,7 @@ LOOKS = {
     "gdn": ("#000000", "P"),
     "ids4": ("#888888", "X"),
 }
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#000000", "#56B4E9", "#888888")
 BROKEN = ("--", ":", "-.")  # lines of runs with other settings
 METADATA = {"Software": None}  # else the version of matplotlib would be in the file
 
@@ -160,24 +161,31 @@ def draw_losses(records: Records, paper: Paper, path: Path) -> None:
 
 
 def draw_drift(records: Records, paper: Paper, path: Path) -> None:
-    """What is unexplained of what heads read, by length: of each exact model, broken lines with a part changed."""
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    """
+    What is unexplained of what heads read, by length: a color for each group, and a line for each seed; broken ones
+    with a part changed.
+    """
+    figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots()
     runs = [run for runs in read_records(HERE / "exact").variations.values() for run in runs]
-    lines = {}
+    colors, labels = {}, set()
+    axes.set(xscale="log", yscale="log", xlabel="length of the words", ylabel="unexplained part, median over heads")
     for run in sorted(runs, key=lambda run: run["name"]):
         found = HERE / "drift" / f"{run['name']}.json"
-        if found.exists():
-            drift = json.loads(found.read_text(encoding="utf-8"))
-            parts = [statistics.median(x) for x in drift["unexplained"]]
-            lines[run["name"]] = drift["lengths"], parts, "--" if changes_of(run).keys() - {"task.group"} else "-"
-    colors = [color for color, _ in LOOKS.values()]
-    for number, (name, (lengths, parts, style)) in enumerate(lines.items()):
-        axes.plot(lengths, parts, style, marker="o", markersize=3, color=colors[number % len(colors)], label=name)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    axes.set(xscale="log", yscale="log", xlabel="length of the words", ylabel="unexplained part, median over heads")
-    if lines:
-        axes.legend(frameon=False, fontsize=8)
+        if not found.exists():
+            continue
+        drift, changes = json.loads(found.read_text(encoding="utf-8")), changes_of(run)
+        group = changes.pop("task.group", run["task"])
+        label = ", ".join([group, in_words(changes)] if changes else [group])
+        look = {"color": colors.setdefault(group, COLORS[len(colors) % len(COLORS)]), "marker": "o", "markersize": 3}
+        parts = [statistics.median(x) for x in drift["unexplained"]]
+        shown = None if label in labels else label  # one line of the legend for all seeds
+        axes.plot(drift["lengths"], parts, "--" if changes else "-", label=shown, **look)
+        axes.set_xticks(drift["lengths"], [f"{length:,}" for length in drift["lengths"]], rotation=30)
+        axes.set_xticks([], minor=True)
+        labels.add(label)
+    if labels:
+        figure.legend(loc="outside right center", frameon=False)
     axes.grid(color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120, metadata=METADATA)
