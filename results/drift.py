@@ -10,6 +10,7 @@ import copy
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -175,21 +176,30 @@ def order_of(algebra: Group, element: int) -> int:
     return order
 
 
-def main(arguments: list[str] | None = None) -> None:
+def measure(program: str, description: str, measured: Callable[[Path], dict], arguments: list[str] | None) -> None:
+    """The command line of a program that writes what it has measured of a trained model."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description="Measures how a trained model of words drifts.")
-    parser.add_argument("folder", type=Path, help="of a training, with its run.json")
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", type=Path, help="of the trained model")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args(arguments)
     keep_memory()
-    settings = json.loads((given.folder / record.RUN).read_text(encoding="utf-8"))["arguments"]
+    found = measured(given.folder)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", f"results/{program}", *arguments])
+    record.write_json(given.out, {"command": command, "environment": record.environment(), **found})
+
+
+def drift_of(folder: Path) -> dict:
+    settings = json.loads((folder / record.RUN).read_text(encoding="utf-8"))["arguments"]
     task = make_task(settings["task"], **part(settings, "task") | {"test_lengths": (LENGTHS[-1],)})
     rows = task.rows(f"test_{LENGTHS[-1]}", 0, WORDS)
-    model = AutoModelForSequenceClassification.from_pretrained(given.folder).eval()
-    found = measure_drift(model, *(torch.as_tensor(rows[name]).long() for name in ("input_ids", "labels")), task)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "results/drift.py", *arguments])
-    record.write_json(given.out, {"command": command, "environment": record.environment(), **found})
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    return measure_drift(model, *(torch.as_tensor(rows[name]).long() for name in ("input_ids", "labels")), task)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    measure("drift.py", "Measures how a trained model of words drifts.", drift_of, arguments)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,18 @@ wait before the cue in which nothing moves.
     python results/long_games.py checkpoints/shell_jitter-nplr_exact-seed24 --out results/long_games/NAME.json
 """
 
-import argparse
 import copy
-import shlex
 import statistics
-import sys
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
-from drift import Reads, pieces
+from drift import Reads, measure, pieces
 from mamba3_nplr import AutoModelForBehaviorCloning
 from mamba3_nplr.datasets_scripts.shell_game_episodes import RESPONSE_FRAMES, chosen_slot
 from mamba3_nplr.datasets_scripts.tasks import make_task
-from mamba3_nplr.training import record
 from mamba3_nplr.training.evaluation import evaluate
-from mamba3_nplr.training.host_memory import keep_memory
 
 WINDOWS = (16, 64, 256, 1_024)
 WAITS = (0, 100, 1_000, 10_000)  # frames
@@ -73,18 +68,13 @@ def moved_part(first: torch.Tensor, now: torch.Tensor) -> list[float]:
     return ((now - first).square().sum((0, 2)) / around).tolist()
 
 
+def long_games_of(folder: Path) -> dict:
+    policy = AutoModelForBehaviorCloning.from_pretrained(folder).eval()
+    return {"windows": WINDOWS, **success_by_windows(policy), "waits": WAITS, **success_after_waits(policy)}
+
+
 def main(arguments: list[str] | None = None) -> None:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(description="Measures a policy of the shell game in very long episodes.")
-    parser.add_argument("folder", type=Path, help="of a trained policy")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    given = parser.parse_args(arguments)
-    keep_memory()
-    policy = AutoModelForBehaviorCloning.from_pretrained(given.folder).eval()
-    found = {"windows": WINDOWS, **success_by_windows(policy), "waits": WAITS, **success_after_waits(policy)}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", "results/long_games.py", *arguments])
-    record.write_json(given.out, {"command": command, "environment": record.environment(), **found})
+    measure("long_games.py", "Measures a policy of the shell game in very long episodes.", long_games_of, arguments)
 
 
 if __name__ == "__main__":
