@@ -119,6 +119,7 @@ def loops_of(letters: Letters, state: Mamba3State, heads: list[int], task) -> di
     What the angles of letters have wrong: a letter, or two in turn, repeated as often as the order of what they make
     of the group, should leave a state where it was. How far it is then, in radians a letter, of the worst letter and
     the worst two, for each head: the one is of phases and mirrors by themselves, the other of the angles between them.
+    It counts all that a state holds: a part that nothing reads may move though the head is exact.
 
     Args:
         state: After words of the task, for what of a head's space is in use.

@@ -79,7 +79,8 @@ say of what they read, after words of 64 and of 8,192 letters; *growth* the size
 letters over that after 64; *mirrors* and *decay* the largest distance, over letters and heads, of a reflection from a
 whole one or none, and of a decay from 1; *a letter* and *two* what angles have wrong, in radians a letter, the median
 over heads: how far a state is from where it was after the worst letter, or the worst two in turn, as often as its order
-says. The one is of phases and of each mirror by itself, the other of the angles between mirrors as well.
+says. The one is of phases and of each mirror by itself, the other of the angles between mirrors as well. Both count all
+that a state holds, read or not: a small number shows exact angles, a large one not that they are wrong.
 `make results/drift/NAME.json` measures them."""
 
 EPISODES = """\
